@@ -1,0 +1,361 @@
+"""The public calls, for any framework: an adapter's own `save`, `load` and `Checkpointer` are these with it filled in."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any, Self
+
+from .adapter import Adapter, flatten
+from .errors import CheckpointExistsError, CheckpointNotFoundError, ClosedError, StorageError, TierkeepError
+from .memory.buffers import Buffers
+from .memory.collector import collector_paused
+from .options import RestoreOptions, SaveOptions
+from .restore.locate import find_item, open_checkpoint
+from .restore.place import NOTHING, place
+from .restore.plan import plan_reads
+from .restore.read import execute_reads
+from .save.commit import Draft, commit_part, commit_whole, publish, retire
+from .save.plan import PlanCache
+from .save.write import write_image
+from .step import ITEM, list_steps, resolve, step_path, temporary
+from .tiers.local_disk import LocalDisk
+from .tiers.retain import surplus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    from .format.part import LeafRecord
+
+__all__ = ["Checkpointer", "Engine", "Metadata", "RestorePlan", "SaveReport", "restore_options"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What a save did."""
+
+    path: str
+    step: int | None
+    nbytes: int
+    """Bytes of the leaves, tied ones once."""
+    image_nbytes: int
+    """Bytes of the image: the leaves, their checksums and padding."""
+    seconds: Mapping[str, float]
+    """Time of each stage: `plan`, `write` (copy, checksum, write and sync, overlapped), `commit`; and `total`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """What a restore would do, and how checkpoint and target differ."""
+
+    path: str
+    """The source: the item directory."""
+    nbytes: int
+    """Bytes that would be read."""
+    reads: tuple[tuple[str, int, int], ...]
+    """(file, offset, bytes) of every request."""
+    names: tuple[str, ...]
+    """Leaves that would be restored."""
+    casts: tuple[str, ...]
+    """Leaves whose dtype differs from the target's; with `dtype="cast"` they are converted."""
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    shape: tuple[str, ...]
+    structure: tuple[str, ...]
+    tied: tuple[tuple[str, str], ...]
+    """(leaf, the leaf whose bytes it shares)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Metadata:
+    """What a checkpoint holds, from its records alone: no array is read."""
+
+    path: str
+    leaves: Mapping[str, LeafRecord]
+    nbytes: int
+    """Bytes of the leaves, tied ones once."""
+
+
+class Engine:
+    """Saves and restores single checkpoints; keeps plans and warm buffers from one call to the next.
+
+    Guarantees: calls from several threads run one after another; no thread, file or reference to a state outlives a
+    call; memory held between calls is `lanes * lane_nbytes`. Closing twice is fine.
+    """
+
+    def __init__(self, adapter: Adapter, options: SaveOptions | None = None, disk: LocalDisk | None = None) -> None:
+        self.adapter = adapter
+        self.options = options or SaveOptions()
+        self.disk = disk or LocalDisk()
+        self.plans = PlanCache()
+        self._buffers = Buffers(self.options.lanes, self.options.lane_nbytes)
+
+    def save(
+        self,
+        path: Path,
+        state: Any,
+        *,
+        step: int | None = None,
+        overwrite: bool = False,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> SaveReport:
+        """Saves `state` at `path` (as the item itself, or with `step` as a step of one item).
+
+        After the call the checkpoint is visible and durable, whole. On any error nothing is visible, what was written
+        is removed, and what stood at `path` is as it was.
+        """
+        began = time.perf_counter()
+        with collector_paused():
+            snapshot = flatten(state, self.adapter, pickle_rest=self.options.pickle)
+            plan = self.plans.plan(snapshot, self.options, self.adapter.orbax_type)
+        planned = time.perf_counter()
+        if self.disk.exists(path) and not overwrite:
+            raise CheckpointExistsError(str(path))
+        with self._storage(f"saving {path}", f"{path} is as it was before; earlier checkpoints are untouched"):
+            _make_parents(self.disk, path.parent)
+            with _draft(self.disk, path, None if step is None else ITEM) as draft:
+                crcs: list[list[int]] = []
+                if plan.image_nbytes:
+                    with self._buffers.lock:
+                        image = draft.image_path(0)
+                        crcs = write_image(self.disk, image, plan, snapshot.leaves, self._buffers, self.options)
+                written = time.perf_counter()
+                part = commit_part(self.disk, draft, plan, crcs, rank=0, world=1)
+                commit_whole(self.disk, draft, plan, snapshot.values, [part])
+                if step is not None:
+                    metrics = metrics or {}
+                publish(self.disk, draft, path, metrics=metrics, overwrite=overwrite)
+        done = time.perf_counter()
+        seconds = {"plan": planned - began, "write": written - planned, "commit": done - written, "total": done - began}
+        return SaveReport(str(path), step, plan.nbytes, plan.image_nbytes, seconds)
+
+    def restore(
+        self,
+        path: Path,
+        target: Any = NOTHING,
+        *,
+        options: RestoreOptions,
+        keys: Sequence[str] | None = None,
+        device: Any = None,
+        dry_run: bool = False,
+        holds: str = "no other checkpoint was touched",
+    ) -> Any:
+        """The state at `path`, verified; into `target` if there is one. With `dry_run`, the RestorePlan instead."""
+        with self._storage(f"restoring {path}", f"the checkpoint is untouched; {holds}"):
+            item = find_item(self.disk, path)
+            with (
+                collector_paused(),
+                open_checkpoint(self.disk, item, direct=options.direct, holds=holds) as opened,
+            ):
+                placement = place(
+                    opened.whole, target, self.adapter, options, keys=keys, device=device, dry_run=dry_run
+                )
+                if not dry_run:
+                    placement.check(str(item), options)
+                reads = plan_reads(opened.whole, opened.parts, opened.held_by, placement.wants, options.lane_nbytes)
+                if dry_run:
+                    leaves = opened.whole.leaves
+                    return RestorePlan(
+                        path=str(item),
+                        nbytes=sum(read.nbytes for read in reads),
+                        reads=tuple((str(_image(opened, read.part)), read.offset, read.nbytes) for read in reads),
+                        names=tuple(placement.names),
+                        casts=tuple(placement.dtype),
+                        missing=tuple(placement.missing),
+                        unexpected=tuple(placement.unexpected),
+                        shape=tuple(placement.shape),
+                        structure=tuple(placement.structure),
+                        tied=tuple((leaf.name, leaves[leaf.tie].name) for leaf in leaves if leaf.tie is not None),
+                    )
+                with contextlib.ExitStack() as stack:
+                    if (options.lanes, options.lane_nbytes) == (self._buffers.count, self._buffers.nbytes):
+                        stack.enter_context(self._buffers.lock)
+                        buffers = self._buffers
+                    else:
+                        buffers = Buffers(options.lanes, options.lane_nbytes)
+                        stack.callback(buffers.close)
+                    execute_reads(opened, reads, placement.sinks, buffers, options.lanes, holds)
+                return placement.finish()
+
+    def metadata(self, path: Path) -> Metadata:
+        """What the checkpoint at `path` holds; its records are verified, its arrays are not read."""
+        with self._storage(f"reading {path}", "nothing was changed"):
+            item = find_item(self.disk, path)
+            with open_checkpoint(self.disk, item, direct=False, holds="nothing was changed") as opened:
+                leaves = opened.whole.leaves
+                nbytes = sum(leaf.nbytes for leaf in leaves if leaf.tie is None)
+                return Metadata(str(item), {leaf.name: leaf for leaf in leaves}, nbytes)
+
+    def close(self) -> None:
+        self._buffers.close()
+
+    @contextlib.contextmanager
+    def _storage(self, action: str, holds: str) -> Iterator[None]:
+        try:
+            yield
+        except TierkeepError:
+            raise
+        except OSError as error:
+            raise StorageError(action, error, holds) from error
+
+
+class Checkpointer:
+    """The steps of one run, in a directory with Orbax's layout: `<root>/<step>/default`.
+
+    Guarantees: a step is visible whole or not at all; a failed save leaves every older step as it was and the next
+    save works; with `keep=n`, an older step is removed only after a newer one is durable. One process writes a root
+    at a time. Closing twice is fine.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        root: Any,
+        *,
+        keep: int | None = None,
+        options: SaveOptions | None = None,
+        disk: LocalDisk | None = None,
+    ) -> None:
+        if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+            raise ValueError(f"keep must be a whole number of at least 1, or None for all, not {keep!r}")
+        self.root = resolve(root)
+        self.keep = keep
+        self._engine: Engine | None = Engine(adapter, options, disk)
+        self._disk = self._engine.disk
+        if self._disk.exists(self.root) and not self.root.is_dir():
+            raise NotADirectoryError(f"{self.root} is a file: a root must be a directory. It is untouched.")
+
+    def save(
+        self, step: int, state: Any, *, overwrite: bool = False, metrics: Mapping[str, Any] | None = None
+    ) -> SaveReport:
+        """Saves `state` as `step`; after the call the step is visible and durable, whole.
+
+        Raises CheckpointExistsError if the step exists and `overwrite` is not set, UnsupportedLeafError and
+        NameCollisionError naming the key, StorageError with the system's reason. After an error the steps are those
+        there were before.
+        """
+        path = step_path(self.root, step)
+        report = self._open().save(path, state, step=step, overwrite=overwrite, metrics=metrics)
+        self._retain(step)
+        return report
+
+    def restore(
+        self,
+        step: int | None = None,
+        into: Any = NOTHING,
+        *,
+        keys: Sequence[str] | None = None,
+        device: Any = None,
+        dry_run: bool = False,
+        options: RestoreOptions | None = None,
+        **relaxations: Any,
+    ) -> Any:
+        """The state of `step` (the newest if None), into `into` if it is given. Relaxations are RestoreOptions' fields.
+
+        Raises CheckpointNotFoundError if there is no such step, MismatchError listing every difference between
+        checkpoint and target, CorruptCheckpointError listing every damaged leaf.
+        """
+        engine = self._open()
+        steps = self.steps()
+        if step is None:
+            if not steps:
+                raise CheckpointNotFoundError(str(self.root), "steps in it", "it holds none")
+            step = steps[-1]
+        elif step not in steps:
+            there = ", ".join(map(str, steps[-8:])) or "none"
+            raise CheckpointNotFoundError(str(step_path(self.root, step)), "the step", f"the newest steps are: {there}")
+        return engine.restore(
+            step_path(self.root, step),
+            into,
+            options=restore_options(options, relaxations),
+            keys=keys,
+            device=device,
+            dry_run=dry_run,
+            holds=_others(steps, step, self.root),
+        )
+
+    def steps(self) -> list[int]:
+        """The committed steps, oldest first."""
+        self._open()
+        return list_steps(self._disk, self.root)
+
+    def latest_step(self) -> int | None:
+        """The newest committed step, None if there is none."""
+        return max(self.steps(), default=None)
+
+    def metadata(self, step: int) -> Metadata:
+        """What `step` holds, without reading its arrays."""
+        return self._open().metadata(step_path(self.root, step))
+
+    def close(self) -> None:
+        """Lets go of all memory. What was saved stays."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> Engine:
+        if self._engine is None:
+            raise ClosedError(f"the checkpointer of {self.root}")
+        return self._engine
+
+    def _retain(self, newest: int) -> None:
+        if self.keep is None:
+            return
+        for step in surplus(self.steps(), self.keep, newest):
+            path = step_path(self.root, step)
+            try:
+                retire(self._disk, path)
+            except OSError as error:
+                raise StorageError(f"removing {path}", error, f"step {newest} is saved and whole") from error
+
+
+def restore_options(options: RestoreOptions | None, relaxations: Mapping[str, Any]) -> RestoreOptions:
+    """The options with the named relaxations in place. Raises TypeError for a name that is none."""
+    return dataclasses.replace(options or RestoreOptions(), **relaxations)
+
+
+def _others(steps: Sequence[int], step: int, root: Path) -> str:
+    others = [s for s in steps if s != step]
+    if not others:
+        return f"{root} holds no other step"
+    return f"steps {', '.join(map(str, others[-8:]))} in {root} are untouched"
+
+
+def _image(opened: Any, part: int) -> Any:
+    image = opened.images[part]
+    return image.path if image is not None else None
+
+
+@contextlib.contextmanager
+def _draft(disk: LocalDisk, path: Path, item: str | None) -> Iterator[Draft]:
+    """A draft beside `path`; removed if it is not published."""
+    place = temporary(path)
+    try:
+        yield Draft.start(disk, place, item, rank=0)
+    finally:
+        if disk.exists(place):
+            with contextlib.suppress(OSError):  # the name is temporary: what is left is swept up later
+                disk.remove_tree(place)
+
+
+def _make_parents(disk: LocalDisk, path: Path) -> None:
+    """Makes the missing directories of `path`, each durable in its parent."""
+    missing = []
+    while not disk.exists(path):
+        missing.append(path)
+        path = path.parent
+    for each in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            disk.make_dir(each)
+        disk.sync_dir(each.parent)

@@ -1,0 +1,171 @@
+"""Every error tierkeep raises, sorted by what a handler would do.
+
+    TierkeepError
+    ├── InvalidStateError (ValueError)            change the state, nothing was written
+    │   ├── UnsupportedLeafError (TypeError)
+    │   └── NameCollisionError
+    ├── CheckpointExistsError (FileExistsError)   choose another step or path, or overwrite
+    ├── CheckpointNotFoundError (FileNotFoundError)
+    ├── MismatchError (ValueError)                change the target, or name a relaxation
+    ├── CorruptCheckpointError (ValueError)       restore another copy or an older step
+    ├── UnsupportedFormatError (ValueError)       use another version of tierkeep
+    ├── StorageError (OSError)                    free space, mend permissions, then save again
+    └── ClosedError (RuntimeError)                open a new checkpointer
+
+Facts are attributes, and every message ends with what still holds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "ClosedError",
+    "CorruptCheckpointError",
+    "InvalidStateError",
+    "MismatchError",
+    "NameCollisionError",
+    "StorageError",
+    "TierkeepError",
+    "UnsupportedFormatError",
+    "UnsupportedLeafError",
+]
+
+_LISTED = 20  # findings named in a message; the attributes hold them all
+
+
+class TierkeepError(Exception):
+    """Base of all errors of tierkeep."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+class InvalidStateError(TierkeepError, ValueError):
+    """The state cannot be saved as it is. Nothing was written."""
+
+
+class UnsupportedLeafError(InvalidStateError, TypeError):
+    """A leaf is of a kind that cannot be kept exactly. Nothing was written."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(f"leaf {key!r}: {reason}. Nothing was written; earlier checkpoints are untouched.")
+        self.key = key
+        self.reason = reason
+
+
+class NameCollisionError(InvalidStateError):
+    """Two leaves would be stored under one name. Nothing was written."""
+
+    def __init__(self, name: str, first: str, second: str) -> None:
+        super().__init__(
+            f"leaves {first} and {second} are both stored as {name!r}: rename one of them. "
+            "Nothing was written; earlier checkpoints are untouched."
+        )
+        self.name = name
+        self.first = first
+        self.second = second
+
+
+class CheckpointExistsError(TierkeepError, FileExistsError):
+    """A checkpoint already stands at the path. It is untouched."""
+
+    def __init__(self, path: str, reason: str = "choose another, or pass overwrite=True") -> None:
+        super().__init__(f"{path} already exists and is untouched: {reason}.")
+        self.path = path
+
+
+class CheckpointNotFoundError(TierkeepError, FileNotFoundError):
+    """No checkpoint at the path or step; the message says what was looked for."""
+
+    def __init__(self, path: str, looked_for: str, holds: str = "nothing was changed") -> None:
+        super().__init__(f"no checkpoint at {path}: looked for {looked_for}; {holds}.")
+        self.path = path
+        self.looked_for = looked_for
+
+
+class MismatchError(TierkeepError, ValueError):
+    """The checkpoint and the target differ; every difference is listed. The target is untouched."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        shape: Sequence[str] = (),
+        dtype: Sequence[str] = (),
+        structure: Sequence[str] = (),
+    ) -> None:
+        kinds = (
+            ('in the target but not in the checkpoint (missing="keep" keeps the target\'s)', missing),
+            ('in the checkpoint but not in the target (unexpected="ignore" leaves them out)', unexpected),
+            ('of another shape (shape="keep" keeps the target\'s)', shape),
+            ('of another dtype (dtype="cast" converts)', dtype),
+            ("of another structure", structure),
+        )
+        lines = [f"checkpoint {path} does not fit the target:"]
+        for title, names in kinds:
+            if names:
+                lines.append(f"  {len(names)} {title}:")
+                lines += [f"    {name}" for name in names[:_LISTED]]
+                if len(names) > _LISTED:
+                    lines.append(f"    … and {len(names) - _LISTED} more")
+        lines.append("The target and the checkpoint are untouched.")
+        super().__init__("\n".join(lines))
+        self.path = path
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.shape = tuple(shape)
+        self.dtype = tuple(dtype)
+        self.structure = tuple(structure)
+
+
+class CorruptCheckpointError(TierkeepError, ValueError):
+    """Stored bytes are not the bytes that were saved. They were not returned as data."""
+
+    def __init__(self, path: str, findings: Sequence[str], holds: str = "no other checkpoint was touched") -> None:
+        listed = list(findings[:_LISTED])
+        if len(findings) > _LISTED:
+            listed.append(f"… and {len(findings) - _LISTED} more")
+        super().__init__(f"{path} is damaged: " + "; ".join(listed) + f". What still holds: {holds}.")
+        self.path = path
+        self.findings = tuple(findings)
+        self.holds = holds
+
+
+class UnsupportedFormatError(TierkeepError, ValueError):
+    """The checkpoint is of a format or version that this tierkeep does not read. It is untouched."""
+
+    def __init__(self, path: str, found: str, reads: str) -> None:
+        super().__init__(f"{path} is {found}; this tierkeep reads {reads}. The checkpoint is untouched.")
+        self.path = path
+        self.found = found
+
+
+class StorageError(TierkeepError, OSError):
+    """The file system refused an operation. `errno` and `filename` are the system's."""
+
+    def __init__(self, action: str, error: OSError, holds: str) -> None:
+        super().__init__(error.errno, f"{action}: {error.strerror or error}; {holds}", error.filename)
+        self.action = action
+        self.holds = holds
+
+
+class ClosedError(TierkeepError, RuntimeError):
+    """The checkpointer was closed. What it committed is whole."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} is closed: open a new one. Everything it committed is whole.")
+
+
+def _rebuild(cls: type[TierkeepError], args: tuple[Any, ...], facts: dict[str, Any]) -> TierkeepError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(facts)
+    return error

@@ -1,0 +1,1 @@
+"""Memory that is allocated once and used for ever."""

@@ -1,0 +1,441 @@
+"""Place: match a checkpoint with a target, or with nothing, and say where every wanted byte goes.
+
+Matching happens before anything is read or changed, and finds every difference; filling and rebuilding come after.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import dataclasses
+import fnmatch
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..adapter import Adapter, Branch, Destination, Region, Sink, Stateful, children_of
+from ..errors import InvalidStateError, MismatchError
+from ..format import dtypes
+from ..leaf import Box, LeafSpec
+from ..tree import NamedMapping, Node, Tree, Value, decode_key, decode_value, is_sequence, join, rebuild, walk
+
+if TYPE_CHECKING:
+    from ..format.part import Whole
+    from ..options import RestoreOptions
+
+__all__ = ["NOTHING", "Placement", "allocate_numpy", "numpy_sink", "place"]
+
+Finish = Callable[[], Any]
+NOTHING = object()  # no target: give back what was saved
+
+
+@dataclasses.dataclass(slots=True)
+class Placement:
+    """What is wanted of a checkpoint, where it goes, and how the two differ."""
+
+    finish: Finish = lambda: None
+    """Called when all sinks are filled: the restored state."""
+    wants: list[tuple[int, Box]] = dataclasses.field(default_factory=list)
+    sinks: list[Sink] = dataclasses.field(default_factory=list)
+    names: list[str] = dataclasses.field(default_factory=list)
+    """Leaves that are restored."""
+    missing: list[str] = dataclasses.field(default_factory=list)
+    unexpected: list[str] = dataclasses.field(default_factory=list)
+    shape: list[str] = dataclasses.field(default_factory=list)
+    dtype: list[str] = dataclasses.field(default_factory=list)
+    structure: list[str] = dataclasses.field(default_factory=list)
+
+    def check(self, path: str, options: RestoreOptions) -> None:
+        """Raises MismatchError listing every difference that `options` does not allow."""
+        found = {
+            "missing": self.missing if options.missing == "error" else [],
+            "unexpected": self.unexpected if options.unexpected == "error" else [],
+            "shape": self.shape if options.shape == "error" else [],
+            "dtype": self.dtype if options.dtype == "error" else [],
+            "structure": self.structure,
+        }
+        if any(found.values()):
+            raise MismatchError(path, **found)
+
+
+def place(
+    whole: Whole,
+    target: Any,
+    adapter: Adapter,
+    options: RestoreOptions,
+    *,
+    keys: Sequence[str] | None,
+    device: Any,
+    dry_run: bool,
+) -> Placement:
+    """Matches `whole` with `target` (NOTHING for none); with `keys`, only the leaves that a pattern selects.
+
+    Raises InvalidStateError if a pattern selects nothing. Differences are collected, not raised.
+    """
+    tree = whole.tree
+    selected = None
+    if keys is not None:
+        tree, selected = _select(tree, keys)
+    placer = _Placer(whole, adapter, options, device, dry_run, selected)
+    if target is NOTHING:
+        placer.placement.finish = placer.build(tree, ())
+    else:
+        placer.placement.finish = placer.match(target, tree, ())
+    return placer.placement
+
+
+def _select(tree: Tree, keys: Sequence[str]) -> tuple[Tree, frozenset[str]]:
+    """The tree with only the leaves that one of the patterns selects, by name or by a name above theirs."""
+    if isinstance(keys, str):
+        keys = [keys]
+    unused = set(keys)
+    selected = set()
+    names = []
+    for path, _, _ in walk(tree):
+        above = [join(path[:n]) for n in range(1, len(path) + 1)] or [""]
+        names.append(above[-1])
+        for pattern in keys:
+            if any(fnmatch.fnmatchcase(name, pattern) for name in above):
+                selected.add(above[-1])
+                unused.discard(pattern)
+    if unused:
+        shown = ", ".join(sorted(names)[:8]) + (", …" if len(names) > 8 else "")
+        raise InvalidStateError(
+            f"no leaf matches {', '.join(sorted(map(repr, unused)))}; the checkpoint has {len(names)}: {shown}. Nothing was read."
+        )
+    return _pruned(tree, selected, ()), frozenset(selected)
+
+
+def _pruned(tree: Tree, selected: set[str], path: tuple[Any, ...]) -> Tree:
+    if not isinstance(tree, Node) or not tree.children:
+        return tree
+    sequence = is_sequence(tree.kind)
+    steps = list(range(len(tree.children))) if sequence else [decode_key(k) for k in tree.keys]
+    kept = []
+    for number, (step, child) in enumerate(zip(steps, tree.children, strict=True)):
+        below = (*path, step)
+        if any(join([*below, *p]) in selected for p, _, _ in walk(child)):
+            kept.append((number, _pruned(child, selected, below)))
+    if len(kept) == len(tree.children):
+        return tree._replace(children=tuple(child for _, child in kept))
+    keys: tuple[Any, ...]
+    if sequence:  # what is left of a sequence is a mapping from place to element
+        keys = tuple(("int", str(number)) for number, _ in kept)
+        return Node("dict", None, keys, tuple(child for _, child in kept))
+    kind = "dict" if tree.kind in ("namedtuple", "dataclass") else tree.kind
+    return Node(kind, tree.name, tuple(tree.keys[n] for n, _ in kept), tuple(child for _, child in kept))
+
+
+class _Placer:
+    def __init__(
+        self,
+        whole: Whole,
+        adapter: Adapter,
+        options: RestoreOptions,
+        device: Any,
+        dry_run: bool,
+        selected: frozenset[str] | None,
+    ) -> None:
+        self.whole = whole
+        self.adapter = adapter
+        self.options = options
+        self.device = device
+        self.dry_run = dry_run
+        self.selected = selected
+        self.placement = Placement()
+        self.built: dict[int, Finish] = {}  # by owner: tied leaves come back as one object
+        self.filled: set[Any] = set()  # (owner, memory) that is already being filled
+
+    # Without a target
+
+    def build(self, tree: Tree, path: tuple[Any, ...]) -> Finish:
+        if tree is None:
+            return lambda: None
+        if type(tree) is int:
+            return self.build_leaf(tree)
+        if isinstance(tree, Value):
+            return self.value(tree, path)
+        assert isinstance(tree, Node)
+        node = tree
+        steps = self.steps(node)
+        children = [self.build(child, (*path, step)) for step, child in zip(steps, node.children, strict=True)]
+
+        def finish() -> Any:
+            made = [child() for child in children]
+            own = self.adapter.rebuild(node, made)
+            return rebuild(node, made) if own is None else own
+
+        return finish
+
+    def build_leaf(self, number: int) -> Finish:
+        record = self.whole.leaves[number]
+        owner = number if record.tie is None else record.tie
+        self.placement.names.append(record.name)
+        if owner not in self.built:
+            if self.dry_run:
+                destination = _unplaced(record.spec)
+            elif record.spec.kind == "array":
+                try:
+                    destination = self.adapter.allocate(record.spec, self.device)
+                except TypeError as error:
+                    raise InvalidStateError(f"leaf {record.name!r}: {error}. Nothing was read.") from error
+            else:
+                destination = allocate_numpy(record.spec)
+            self.fill(owner, destination)
+            self.built[owner] = _once(destination.finish)
+        return self.built[owner]
+
+    def value(self, value: Value, path: Sequence[Any]) -> Finish:
+        raw = self.whole.values[value.number]
+        if isinstance(raw, dict) and set(raw) == {"t", "v"}:
+            if raw["t"] == "pickle":
+                if not self.options.pickle:
+                    raise InvalidStateError(
+                        f"leaf {join(path)!r} was saved as a pickle, which runs code when it is loaded: "
+                        "pass pickle=True if you trust the checkpoint. Nothing was read."
+                    )
+                return lambda: pickle.loads(base64.b64decode(raw["v"]))
+            own = self.adapter.decode_value(raw["t"], raw["v"])
+            if own is not None:
+                return lambda: own
+        plain = decode_value(raw)
+        return lambda: plain
+
+    def fill(self, owner: int, destination: Destination) -> None:
+        if destination.memory is not None:
+            if (owner, destination.memory) in self.filled:
+                return
+            self.filled.add((owner, destination.memory))
+        for region in destination.regions:
+            if region.box.size:
+                self.placement.wants.append((owner, region.box))
+                self.placement.sinks.append(region.sink)
+
+    def steps(self, node: Node) -> list[Any]:
+        return list(range(len(node.children))) if is_sequence(node.kind) else [decode_key(k) for k in node.keys]
+
+    # With a target
+
+    def match(self, target: Any, tree: Tree, path: tuple[Any, ...]) -> Finish:
+        stored = self.whole.leaves[tree].spec if type(tree) is int else None
+        try:
+            destination = self.destination(target, stored)
+        except (TypeError, ValueError) as error:
+            self.placement.structure.append(f"{join(path)}: {error}")
+            return lambda: target
+        if destination is not None:
+            return self.match_leaf(target, destination, tree, path)
+        branch = children_of(target, self.adapter)
+        if isinstance(branch, Stateful):
+            return self.match_stateful(target, branch, tree, path)
+        if branch is not None and branch.load is not None:
+            return self.loaded(target, self.build(tree, path), branch.load)
+        if branch is None or (is_sequence(branch.node.kind) and self.is_plain(branch.children)):
+            return self.match_plain(target, branch, tree, path)
+        # A selection can leave a mapping from places of what was a sequence: it fits a sequence too.
+        if not isinstance(tree, Node) or (
+            self.selected is None and is_sequence(branch.node.kind) != is_sequence(tree.kind)
+        ):
+            self.placement.structure.append(f"{join(path)}: {self.told(tree)} for a target of {_kind(target)}")
+            return lambda: target
+        return self.match_branch(target, branch, tree, path)
+
+    def destination(self, target: Any, stored: LeafSpec | None) -> Destination | None:
+        if isinstance(target, np.ndarray):
+            return _numpy_destination(target, stored, in_place=self.adapter.in_place)
+        spec = stored if stored is not None else LeafSpec("array", "uint8", ())
+        return self.adapter.destination(target, spec)
+
+    def match_leaf(self, target: Any, destination: Destination, tree: Tree, path: Sequence[Any]) -> Finish:
+        name = join(path)
+        if type(tree) is not int:
+            self.placement.structure.append(f"{name}: {self.told(tree)} for a target of {_kind(target)}")
+            return lambda: target
+        record = self.whole.leaves[tree]
+        spec = destination.spec
+        if record.spec.shape != spec.shape:
+            self.placement.shape.append(f"{name}: {record.spec.shape} in the checkpoint, {spec.shape} in the target")
+            return lambda: target
+        if record.spec.dtype != spec.dtype:
+            self.placement.dtype.append(f"{name}: {record.spec.dtype} in the checkpoint, {spec.dtype} in the target")
+        self.placement.names.append(name)
+        self.fill(tree if record.tie is None else record.tie, destination)
+        return destination.finish
+
+    def match_stateful(self, target: Any, stateful: Stateful, tree: Tree, path: tuple[Any, ...]) -> Finish:
+        load = stateful.load
+        inner = self.match(stateful.state, tree, path) if stateful.in_place else self.build(tree, path)
+        return self.loaded(target, inner, load)
+
+    def loaded(self, target: Any, inner: Finish, load: Callable[[Any], object] | None) -> Finish:
+        def finish() -> Any:
+            state = inner()
+            if load is not None:
+                load(state)
+            return target
+
+        return finish
+
+    def match_plain(self, target: Any, branch: Branch | None, tree: Tree, path: tuple[Any, ...]) -> Finish:
+        """A target without arrays takes whatever plain values were saved; arrays it has no place for are unexpected."""
+        arrays = [self.whole.leaves[n].name for _, _, n in walk(tree) if type(n) is int and self.is_array(n)]
+        if arrays and (branch is not None or target is None):
+            self.placement.unexpected += arrays
+            return lambda: target
+        if arrays or (target is not None and isinstance(tree, Node) != (branch is not None)):
+            self.placement.structure.append(f"{join(path)}: {self.told(tree)} for a target of {_kind(target)}")
+            return lambda: target
+        made = self.build(tree, path)
+        if not (self.adapter.in_place and type(target) is list):
+            return made
+
+        def finish() -> Any:
+            value = made()
+            if type(value) is not list:
+                return value
+            target[:] = value
+            return target
+
+        return finish
+
+    def match_branch(self, target: Any, branch: Branch, tree: Tree, path: tuple[Any, ...]) -> Finish:
+        assert isinstance(tree, Node)
+        sequence = is_sequence(branch.node.kind)
+        steps = list(range(len(branch.children))) if sequence else [decode_key(k) for k in branch.node.keys]
+        saved: Mapping[Any, Tree] = dict(zip(self.steps(tree), tree.children, strict=True))
+        children: list[tuple[Any, Finish]] = []
+        for step, child in zip(steps, branch.children, strict=True):
+            if step in saved:
+                children.append((step, self.match(child, saved[step], (*path, step))))
+            else:
+                if self.selected is None:
+                    self.placement.missing += self.names_below(child, (*path, step))
+                children.append((step, lambda child=child: child))  # type: ignore[misc]
+        known = set(steps)
+        for step, child_tree in saved.items():
+            if step not in known:
+                self.placement.unexpected += [join((*path, step, *p)) for p, _, _ in walk(child_tree)]
+        return lambda: _remake(target, branch, [(step, finish()) for step, finish in children], self.adapter)
+
+    def names_below(self, value: Any, path: tuple[Any, ...]) -> list[str]:
+        branch = children_of(value, self.adapter)
+        if isinstance(branch, Stateful):
+            return self.names_below(branch.state, path)
+        if branch is None or not branch.children:
+            return [join(path)]
+        keys = range(len(branch.children)) if is_sequence(branch.node.kind) else map(decode_key, branch.node.keys)
+        return [
+            name for k, child in zip(keys, branch.children, strict=True) for name in self.names_below(child, (*path, k))
+        ]
+
+    def is_plain(self, children: Sequence[Any]) -> bool:
+        for child in children:
+            if (
+                isinstance(child, np.ndarray)
+                or self.adapter.destination(child, LeafSpec("array", "uint8", ())) is not None
+            ):
+                return False
+            branch = children_of(child, self.adapter)
+            if isinstance(branch, Stateful) or (branch is not None and not self.is_plain(branch.children)):
+                return False
+        return True
+
+    def is_plain_tree(self, tree: Tree) -> bool:
+        return not any(type(node) is int and self.is_array(node) for _, _, node in walk(tree))
+
+    def is_array(self, number: int) -> bool:
+        return self.whole.leaves[number].spec.kind in ("array", "ndarray")
+
+    def told(self, tree: Tree) -> str:
+        if tree is None:
+            return "None in the checkpoint"
+        if type(tree) is int:
+            spec = self.whole.leaves[tree].spec
+            what = "an array" if self.is_array(tree) else "a number"
+            return f"{what} ({spec.dtype} {spec.shape}) in the checkpoint"
+        return "a plain value in the checkpoint" if isinstance(tree, Value) else f"a {tree.kind} in the checkpoint"  # type: ignore[union-attr]
+
+
+def _kind(target: Any) -> str:
+    return "None" if target is None else type(target).__name__
+
+
+def _once(finish: Finish) -> Finish:
+    made: list[Any] = []
+
+    def again() -> Any:
+        if not made:
+            made.append(finish())
+        return made[0]
+
+    return again
+
+
+def _remake(target: Any, branch: Branch, children: list[tuple[Any, Any]], adapter: Adapter) -> Any:
+    """The target's own container around its restored children: itself where targets are filled in place."""
+    values = [value for _, value in children]
+    if branch.rebuild is not None:
+        return branch.rebuild(values)
+    if adapter.in_place and isinstance(target, dict | list | collections.deque):
+        for step, value in children:
+            target[step] = value
+        return target
+    if isinstance(target, tuple):
+        cls = type(target)
+        return cls._make(values) if hasattr(cls, "_make") else tuple(values)
+    if dataclasses.is_dataclass(target) and not isinstance(target, type):
+        return dataclasses.replace(target, **dict(children))
+    if isinstance(target, NamedMapping):
+        return NamedMapping(target.type_name, dict(children))
+    return rebuild(branch.node, values)
+
+
+# numpy arrays and scalars, which every framework's states hold
+
+
+def _unplaced(spec: LeafSpec) -> Destination:
+    return Destination(spec, (Region(Box.whole(spec.shape), lambda part, data: None),), lambda: None)
+
+
+def allocate_numpy(spec: LeafSpec) -> Destination:
+    dtype = dtypes.numpy_dtype(spec.dtype)
+    if dtype is None:
+        raise InvalidStateError(f"numpy has no dtype {spec.dtype}. Nothing was read.")
+    array = np.empty(spec.shape, dtype)
+    finish: Finish = {"ndarray": lambda: array, "npscalar": lambda: array[()]}.get(spec.kind, lambda: array.item())
+    return Destination(spec, (Region(Box.whole(spec.shape), numpy_sink(array, spec.dtype)),), finish)
+
+
+def _numpy_destination(target: np.ndarray[Any, Any], stored: LeafSpec | None, *, in_place: bool) -> Destination:
+    dtype = dtypes.dtype_of_numpy(target.dtype)
+    if dtype is None or target.dtype.byteorder == ">":
+        raise TypeError(f"a numpy array of dtype {target.dtype} cannot be restored into")
+    if in_place and not target.flags.writeable:
+        raise ValueError("a numpy array that is not writable cannot be restored into")
+    array = target if in_place else np.empty(target.shape, target.dtype)
+    spec = LeafSpec("ndarray", dtype.name, target.shape)
+    sink = numpy_sink(array, dtype.name if stored is None else stored.dtype)
+    memory = (array.__array_interface__["data"][0], array.strides) if in_place else None
+    return Destination(spec, (Region(Box.whole(target.shape), sink),), lambda: array, memory)
+
+
+def numpy_sink(array: np.ndarray[Any, Any], stored: str) -> Sink:
+    """Fills `array`, bit for bit, or by converting from the stored dtype if it has another one."""
+    own = dtypes.dtype_of_numpy(array.dtype)
+    assert own is not None
+    if own.name == stored:
+        view = array.view(dtypes.bits(own.itemsize))
+
+        def put(part: Box, data: np.ndarray[Any, Any]) -> None:
+            np.copyto(view if part.shape == view.shape else view[part.slices()], data)
+    else:
+        dtype = dtypes.numpy_dtype(stored)
+
+        def put(part: Box, data: np.ndarray[Any, Any]) -> None:
+            if dtype is None:
+                raise InvalidStateError(f"numpy cannot convert from {stored}")
+            array[part.slices()] = data.view(dtype).astype(array.dtype)
+
+    return put

@@ -1,0 +1,1 @@
+"""The way in: plan, stage, write, commit."""

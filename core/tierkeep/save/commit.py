@@ -1,0 +1,189 @@
+"""Commit: the only place that makes anything visible.
+
+Order within a part: image synced, nodes, `part.json`, manifest (temporary, renamed), directories synced. Order of the
+whole: merged index, Orbax's files, `tierkeep.json`, directories synced, then one rename of the temporary directory to
+its final name, then a sync of the directory that holds it. A crash before that rename leaves only a temporary name,
+a crash after it a whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .. import __version__
+from ..errors import CheckpointExistsError
+from ..format import orbax_metadata
+from ..format.ocdbt import DataFile, Index
+from ..format.part import PART, WHOLE, encode_part, encode_whole
+from ..step import doomed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from ..tiers.local_disk import LocalDisk
+    from .plan import SavePlan
+
+__all__ = ["DATA", "Draft", "commit_part", "commit_whole", "is_checkpoint", "publish", "retire"]
+
+MANIFEST = "manifest.ocdbt"
+DATA = "d"
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A checkpoint being made under a temporary name."""
+
+    path: Path
+    """The temporary directory that is renamed at the end."""
+    item: Path
+    """The item directory: `path` itself, or one level below for a step."""
+    save_id: str
+    image: str
+    """The image's name, 32 hex digits, never used before."""
+    begun_ns: int
+
+    @classmethod
+    def start(cls, disk: LocalDisk, path: Path, item: str | None, rank: int) -> Draft:
+        """Makes the directories of a draft."""
+        draft = cls(
+            path,
+            path if item is None else path / item,
+            secrets.token_hex(16),
+            secrets.token_hex(16),
+            time.time_ns(),
+        )
+        disk.make_dir(path)
+        if item is not None:
+            disk.make_dir(draft.item)
+        disk.make_dir(draft.item / DATA)
+        disk.make_dir(draft.part_path(rank))
+        disk.make_dir(draft.part_path(rank) / DATA)
+        return draft
+
+    def part_path(self, rank: int) -> Path:
+        return self.item / part_name(rank)
+
+    def image_path(self, rank: int) -> Path:
+        return self.part_path(rank) / DATA / self.image
+
+
+def part_name(rank: int) -> str:
+    return f"ocdbt.process_{rank}"
+
+
+def commit_part(
+    disk: LocalDisk, draft: Draft, plan: SavePlan, crcs: list[list[int]], *, rank: int, world: int
+) -> bytes:
+    """Makes a rank's part a valid database of its own; its image is already written and synced.
+
+    Returns the part's record. After the call everything below the part's directory is durable.
+    """
+    path = draft.part_path(rank)
+    _write_index(disk, path, plan, [DataFile("", f"{DATA}/{draft.image}")], draft.begun_ns)
+    record = encode_part(
+        save_id=draft.save_id,
+        digest=plan.digest,
+        rank=rank,
+        world=world,
+        image=draft.image if plan.image_nbytes else "",
+        image_nbytes=plan.image_nbytes,
+        layout=plan.layout,
+        crcs=crcs,
+    )
+    disk.write_file(path / PART, record)
+    disk.sync_dir(path / DATA)
+    disk.sync_dir(path)
+    _commit_manifest(disk, path)
+    return record
+
+
+def commit_whole(disk: LocalDisk, draft: Draft, plan: SavePlan, values: list[Any], parts: Sequence[bytes]) -> None:
+    """Writes the merged index, Orbax's files and our record. After the call all of the item is durable, not visible."""
+    item = draft.item
+    files = [DataFile(f"{part_name(0)}/", f"{DATA}/{draft.image}")]
+    _write_index(disk, item, plan, files, draft.begun_ns)
+    disk.write_file(item / orbax_metadata.METADATA, plan.orbax)
+    if plan.strings:
+        disk.write_file(item / orbax_metadata.STRINGS, orbax_metadata.strings(plan.strings, values))
+    record = encode_whole(
+        writer=f"tierkeep {__version__}",
+        save_id=draft.save_id,
+        digest=plan.digest,
+        structure=plan.structure,
+        values=values,
+        parts=[(part_name(rank), part) for rank, part in enumerate(parts)],
+    )
+    disk.write_file(item / WHOLE, record)
+    disk.sync_dir(item / DATA)
+    disk.sync_dir(item)
+    _commit_manifest(disk, item)
+
+
+def publish(disk: LocalDisk, draft: Draft, final: Path, *, metrics: Mapping[str, Any] | None, overwrite: bool) -> None:
+    """Makes the draft visible as `final` by one rename, durably. `metrics` (not None for a step) go beside the item.
+
+    With `overwrite`, what stood there stays whole and visible until the new checkpoint is, and is then removed. Raises
+    CheckpointExistsError, with the draft unpublished, if something else stands there.
+    """
+    if metrics is not None:
+        step = orbax_metadata.checkpoint_metadata(draft.item.name, draft.begun_ns, time.time_ns(), metrics)
+        disk.write_file(draft.path / orbax_metadata.CHECKPOINT_METADATA, step)
+        disk.sync_dir(draft.path)
+    if disk.exists(final):
+        if not overwrite:
+            raise CheckpointExistsError(str(final))
+        if not is_checkpoint(disk, final):
+            raise CheckpointExistsError(str(final), "it is not a checkpoint, so it is not overwritten")
+        _swap(disk, draft.path, final)
+        return
+    if not disk.rename_new(draft.path, final):
+        raise CheckpointExistsError(str(final))
+    disk.sync_dir(final.parent)
+
+
+def is_checkpoint(disk: LocalDisk, path: Path) -> bool:
+    """Whether an item or a step stands at `path`: nothing else is ever overwritten or removed."""
+    names = (WHOLE, orbax_metadata.METADATA, orbax_metadata.CHECKPOINT_METADATA)
+    return any(disk.exists(path / name) for name in names)
+
+
+def retire(disk: LocalDisk, path: Path) -> None:
+    """Makes a checkpoint invisible by one rename, durably, then removes it."""
+    trash = doomed(path)
+    disk.rename(path, trash)
+    disk.sync_dir(path.parent)
+    disk.remove_tree(trash)
+
+
+def _swap(disk: LocalDisk, new: Path, final: Path) -> None:
+    if disk.exchange(new, final):
+        disk.sync_dir(final.parent)
+        disk.remove_tree(new)
+        return
+    # No atomic exchange on this file system: for the moment between two renames nothing stands at `final`.
+    old = doomed(final)
+    disk.rename(final, old)
+    try:
+        disk.rename(new, final)
+    except BaseException:
+        disk.rename(old, final)
+        raise
+    disk.sync_dir(final.parent)
+    disk.remove_tree(old)
+
+
+def _write_index(disk: LocalDisk, path: Path, plan: SavePlan, files: Sequence[DataFile], now_ns: int) -> None:
+    nodes = f"{DATA}/{secrets.token_hex(16)}"
+    index: Index = plan.index.render(files, nodes, uuid=secrets.token_bytes(16), commit_ns=now_ns)
+    if index.nodes:
+        disk.write_file(path / nodes, index.nodes)
+    disk.write_file(path / f"{MANIFEST}.tmp", index.manifest)
+
+
+def _commit_manifest(disk: LocalDisk, path: Path) -> None:
+    disk.rename(path / f"{MANIFEST}.tmp", path / MANIFEST)
+    disk.sync_dir(path)

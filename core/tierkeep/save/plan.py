@@ -1,0 +1,359 @@
+"""Plan: from the structure of a state to where every byte will lie. Pure, and cached while the structure stays.
+
+A plan holds no content and no memory address. Its key is the whole structure (every name, kind, dtype, shape, box,
+replica, tie and option), compared for equality, so a changed leaf can never meet a stale plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from ..errors import InvalidStateError, NameCollisionError
+from ..format import dtypes, orbax_metadata, zarr
+from ..format.ocdbt import IndexTemplate, index_template
+from ..leaf import Box, LeafSpec
+from ..options import PAGE, SaveOptions
+from ..tree import Tree, Value, join, walk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from ..adapter import Snapshot
+
+__all__ = ["Batch", "Extent", "LeafPlan", "PlanCache", "SavePlan", "chunk_shape", "plan_save"]
+
+_CRC_NBYTES = 4
+_SMALL_STEP = 64  # bytes; chunks below a page are packed at this step
+
+
+class Extent(NamedTuple):
+    """One chunk's place in the image."""
+
+    leaf: int
+    """Number of the leaf that owns the bytes (never a tied one)."""
+    number: int
+    """Place of the chunk in the leaf's grid, in C order."""
+    offset: int
+    """Where the chunk begins in the image, bytes."""
+    nbytes: int
+    """Bytes of the chunk without the 4 of its checksum that follow."""
+    shard: int
+    """Which of the leaf's shards holds it."""
+    part: Box
+    """What of the shard it holds; smaller than the chunk at the array's far edges."""
+
+
+class Batch(NamedTuple):
+    """A page-aligned run of the image, written as one."""
+
+    offset: int
+    nbytes: int
+    first: int
+    """Extents `first` to `last` (exclusive) lie in it."""
+    last: int
+
+
+class LeafPlan(NamedTuple):
+    """How one leaf is stored."""
+
+    name: str
+    spec: LeafSpec
+    chunk: tuple[int, ...]
+    """Shape of a chunk."""
+    grid: tuple[int, ...]
+    """Chunks on each axis."""
+    tie: int | None
+    """The leaf whose bytes these are."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """Everything about a save that does not depend on content."""
+
+    tree: Tree
+    leaves: tuple[LeafPlan, ...]
+    extents: tuple[Extent, ...]
+    """In image order."""
+    batches: tuple[Batch, ...]
+    image_nbytes: int
+    """A multiple of PAGE; 0 if there is nothing to store."""
+    nbytes: int
+    """Bytes of the leaves themselves, ties counted once."""
+    index: IndexTemplate
+    orbax: bytes
+    """Orbax's `_METADATA`."""
+    strings: tuple[tuple[str, int], ...]
+    """Names and numbers of the plain values that Orbax sees as strings."""
+    layout: msgspec.Raw
+    """The part record's static columns."""
+    structure: msgspec.Raw
+    """The whole record's tree and leaves."""
+    digest: str
+    """Of `layout` and `structure`: ranks of one step must agree on it."""
+
+
+class PlanCache:
+    """The plans of the last few structures one checkpointer saved."""
+
+    def __init__(self, most: int = 4) -> None:
+        self._plans: OrderedDict[Any, SavePlan] = OrderedDict()
+        self._most = most
+        self.misses = 0
+
+    def plan(self, snapshot: Snapshot, options: SaveOptions, orbax_type: str) -> SavePlan:
+        """The plan for a snapshot of this structure, made if there is none yet."""
+        key = (_structure_key(snapshot), options, orbax_type)
+        found = self._plans.get(key)
+        if found is None:
+            self.misses += 1
+            found = plan_save(snapshot, options, orbax_type)
+            self._plans[key] = found
+            if len(self._plans) > self._most:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(key)
+        return found
+
+
+def _structure_key(snapshot: Snapshot) -> Any:
+    leaves = tuple(
+        (leaf.kind, leaf.dtype, leaf.shape, leaf.ext, tuple((s.box, s.replica) for s in leaf.shards))
+        for leaf in snapshot.leaves
+    )
+    return snapshot.tree, leaves, _ties(snapshot)
+
+
+def _ties(snapshot: Snapshot) -> tuple[tuple[int, int], ...]:
+    """(later leaf, first leaf) for every leaf that is the same memory as an earlier one."""
+    first: dict[Any, int] = {}
+    ties = []
+    for number, leaf in enumerate(snapshot.leaves):
+        if leaf.tie is not None:
+            owner = first.setdefault(leaf.tie, number)
+            if owner != number:
+                ties.append((number, owner))
+    return tuple(ties)
+
+
+def plan_save(snapshot: Snapshot, options: SaveOptions, orbax_type: str) -> SavePlan:
+    """Lays out every leaf. Raises InvalidStateError for names that collide and shards that do not tile their array."""
+    names, value_names = _names(snapshot.tree)
+    tied = dict(_ties(snapshot))
+    leaves: list[LeafPlan] = []
+    chunks: list[tuple[int, int, int, int, Box]] = []  # leaf, number, nbytes, shard, part
+    nbytes = 0
+    for number, leaf in enumerate(snapshot.leaves):
+        itemsize = dtypes.lookup(leaf.dtype).itemsize
+        owner = tied.get(number)
+        if owner is not None:
+            chunk, grid = leaves[owner].chunk, leaves[owner].grid
+        else:
+            boxes = [shard.box for shard in leaf.shards]
+            chunk = chunk_shape(leaf.shape, boxes, itemsize, options.chunk_nbytes)
+            grid = tuple(-(-n // c) for n, c in zip(leaf.shape, chunk, strict=True))
+            size = math.prod(chunk) * itemsize
+            nbytes += math.prod(leaf.shape) * itemsize
+            for place, shard, part in _cover(names[number], leaf.shape, chunk, grid, leaf.shards):
+                chunks.append((number, place, size, shard, part))
+        leaves.append(LeafPlan(names[number], leaf.spec, chunk, grid, owner))
+
+    extents, batches, image_nbytes = _lay_out(chunks, options.lane_nbytes)
+    structure = _json({
+        "tree": snapshot.tree,
+        "leaves": [
+            (leaf.name, *leaf.spec, leaf.chunk, leaf.tie)
+            for leaf in leaves
+        ],
+    })  # fmt: skip
+    layout = _json({
+        "block_nbytes": options.block_nbytes,
+        "leaf": [extent.leaf for extent in extents],
+        "number": [extent.number for extent in extents],
+        "offset": [extent.offset for extent in extents],
+    })  # fmt: skip
+    digest = hashlib.blake2b(structure + b"\0" + layout, digest_size=16).hexdigest()
+    return SavePlan(
+        tree=snapshot.tree,
+        leaves=tuple(leaves),
+        extents=tuple(extents),
+        batches=tuple(batches),
+        image_nbytes=image_nbytes,
+        nbytes=nbytes,
+        index=_index(leaves, extents, options.declare_crc),
+        orbax=orbax_metadata.metadata(snapshot.tree, snapshot.leaves, orbax_type),
+        strings=tuple((name, number) for number, name in sorted(value_names.items())),
+        layout=msgspec.Raw(layout),
+        structure=msgspec.Raw(structure),
+        digest=digest,
+    )
+
+
+def _json(value: Any) -> bytes:
+    return msgspec.json.encode(value)
+
+
+def _names(tree: Tree) -> tuple[dict[int, str], dict[int, str]]:
+    """Storage names of array leaves and of plain values, by number. No two leaves share one."""
+    seen: dict[str, tuple[str, ...]] = {}
+    leaves: dict[int, str] = {}
+    values: dict[int, str] = {}
+    for path, _, node in walk(tree):
+        name = join(path)
+        if name in seen:
+            raise NameCollisionError(name, str(seen[name]), str(path))
+        seen[name] = path
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidStateError(f"key {name!r} has no UTF-8 form: {error}") from error
+        if type(node) is int:
+            leaves[node] = name
+        elif isinstance(node, Value):
+            values[node.number] = name
+    return leaves, values
+
+
+def chunk_shape(shape: Sequence[int], boxes: Iterable[Box], itemsize: int, target: int) -> tuple[int, ...]:
+    """The chunk of a regular grid whose every shard boundary is a chunk boundary, of about `target` bytes.
+
+    Leading axes are split first, so that a chunk is one run of the shard's C order where possible. An axis that no
+    shard splits takes any length, evened out so that the padding of the last chunk is small. An axis that shards split
+    takes a divisor of every boundary, the nearest in ratio to what is wanted: a chunk can be larger than `target`.
+    """
+    units = _units(shape, boxes)
+    chunk = [max(1, unit or n) for unit, n in zip(units, shape, strict=True)]
+    for axis in range(len(chunk)):
+        inner = math.prod(chunk[axis + 1 :]) * itemsize
+        if inner * chunk[axis] <= target:
+            break
+        wanted = max(1, target // inner)
+        if units[axis] is None:
+            n = chunk[axis]
+            chunk[axis] = -(-n // -(-n // wanted))
+        else:
+            chunk[axis] = _nearest_divisor(chunk[axis], wanted)
+    return tuple(chunk)
+
+
+def _units(shape: Sequence[int], boxes: Iterable[Box]) -> list[int | None]:
+    """For each axis the greatest length that divides every inner shard boundary; None if there is no inner boundary."""
+    units: list[int | None] = [None] * len(shape)
+    for box in boxes:
+        for axis, (start, length, n) in enumerate(zip(box.start, box.shape, shape, strict=True)):
+            for edge in (start, start + length):
+                if 0 < edge < n:
+                    units[axis] = math.gcd(units[axis] or 0, edge)
+    return units
+
+
+def _nearest_divisor(n: int, wanted: int) -> int:
+    best = n
+    for low in range(1, math.isqrt(n) + 1):
+        if n % low == 0:
+            for divisor in (low, n // low):
+                ratio = max(divisor, wanted) / min(divisor, wanted)
+                if ratio < max(best, wanted) / min(best, wanted):
+                    best = divisor
+    return best
+
+
+def _cover(
+    name: str, shape: Sequence[int], chunk: Sequence[int], grid: Sequence[int], shards: Sequence[Any]
+) -> list[tuple[int, int, Box]]:
+    """(grid number, shard, part of the shard) of every chunk, each exactly once. Raises InvalidStateError."""
+    if len(grid) == 0:
+        return [(0, 0, Box((), ()))]
+    if 0 in shape:
+        return []
+    chosen: dict[Box, int] = {}
+    for number, shard in enumerate(shards):
+        known = chosen.get(shard.box)
+        if known is None or shard.replica < shards[known].replica:
+            chosen[shard.box] = number
+    strides = [math.prod(grid[axis + 1 :]) for axis in range(len(grid))]
+    found: dict[int, tuple[int, Box]] = {}
+    for box, number in chosen.items():
+        for place, part in _chunks_of(box, chunk, strides):
+            if place in found:
+                raise InvalidStateError(
+                    f"leaf {name!r}: shards {shards[found[place][0]].box} and {box} overlap. Nothing was written."
+                )
+            found[place] = (number, part)
+    if len(found) != math.prod(grid):
+        missing = next(place for place in range(math.prod(grid)) if place not in found)
+        start = tuple(missing // s % g * c for s, g, c in zip(strides, grid, chunk, strict=True))
+        raise InvalidStateError(
+            f"leaf {name!r}: no shard holds the part from {start} of {tuple(shape)}. Nothing was written."
+        )
+    return [(place, *found[place]) for place in sorted(found)]
+
+
+def _chunks_of(box: Box, chunk: Sequence[int], strides: Sequence[int]) -> list[tuple[int, Box]]:
+    places: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = [(0, (), ())]
+    for start, length, step, stride in zip(box.start, box.shape, chunk, strides, strict=True):
+        places = [
+            (place + (start + at) // step * stride, (*begin, at), (*size, min(step, length - at)))
+            for place, begin, size in places
+            for at in range(0, length, step)
+        ]
+    return [(place, Box(begin, size)) for place, begin, size in places]
+
+
+def _lay_out(
+    chunks: Sequence[tuple[int, int, int, int, Box]], lane_nbytes: int
+) -> tuple[list[Extent], list[Batch], int]:
+    """Places chunks of a page or more at pages, in order, then packs the small ones; cuts the image into batches."""
+    extents: list[Extent] = []
+    batches: list[Batch] = []
+    begin, first, cursor = 0, 0, 0
+    ordered = [c for c in chunks if c[2] >= PAGE] + [c for c in chunks if c[2] < PAGE]
+    for leaf, number, nbytes, shard, part in ordered:
+        step = PAGE if nbytes >= PAGE else _SMALL_STEP
+        offset = _round_up(cursor, step)
+        end = offset + nbytes + _CRC_NBYTES
+        if _round_up(end, PAGE) - begin > lane_nbytes and len(extents) > first:
+            offset = _round_up(cursor, PAGE)
+            end = offset + nbytes + _CRC_NBYTES
+            batches.append(Batch(begin, offset - begin, first, len(extents)))
+            begin, first = offset, len(extents)
+        extents.append(Extent(leaf, number, offset, nbytes, shard, part))
+        cursor = end
+    image_nbytes = _round_up(cursor, PAGE)
+    if len(extents) > first:
+        batches.append(Batch(begin, image_nbytes - begin, first, len(extents)))
+    return extents, batches, image_nbytes
+
+
+def _round_up(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+def _index(leaves: Sequence[LeafPlan], extents: Sequence[Extent], declare_crc: bool) -> IndexTemplate:
+    """The index over every leaf: its zarr metadata inline, its chunks in data file 0."""
+    keys: list[bytes] = []
+    values: list[bytes | tuple[int, int, int]] = []
+    tail = _CRC_NBYTES if declare_crc else 0
+    of_leaf: dict[int, list[Extent]] = {}
+    for extent in extents:
+        of_leaf.setdefault(extent.leaf, []).append(extent)
+    documents: dict[Any, bytes] = {}
+    for number, leaf in enumerate(leaves):
+        what = (leaf.spec.dtype, leaf.spec.shape, leaf.chunk)
+        document = documents.get(what)
+        if document is None:
+            document = documents[what] = zarr.metadata(leaf.spec.dtype, leaf.spec.shape, leaf.chunk, declare_crc)
+        prefix = zarr.key_prefix(leaf.name)
+        keys.append(prefix + zarr.METADATA_KEY)
+        values.append(document)
+        for extent in of_leaf.get(number if leaf.tie is None else leaf.tie, ()):
+            keys.append(prefix + zarr.chunk_key(extent.number, leaf.grid))
+            values.append((0, extent.offset, extent.nbytes + tail))
+    try:
+        return index_template(keys, values)
+    except ValueError as error:
+        raise InvalidStateError(f"the leaves' names cannot be indexed: {error}. Nothing was written.") from error

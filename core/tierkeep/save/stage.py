@@ -1,0 +1,104 @@
+"""Stage: copy the chunks of one batch into a lane's buffer and checksum them, handing on what is ready to write."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..format import dtypes
+from ..format.checksum import crc32c
+from ..leaf import Box, Leaf, c_order_pieces
+from ..options import PAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .plan import Batch, SavePlan
+
+__all__ = ["stage_batch"]
+
+_CRC = struct.Struct("<I")
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def stage_batch(
+    plan: SavePlan,
+    batch: Batch,
+    leaves: Sequence[Leaf],
+    block_nbytes: int,
+    buffer: Bytes,
+    write: Callable[[int, memoryview], None],
+    crcs: list[list[int]],
+) -> None:
+    """Copies and checksums the extents of `batch` and calls `write(offset, data)` with page-aligned runs of the image.
+
+    `crcs[i]` gets the running crc32c of extent `i` at every `block_nbytes` and at its end: the last one is the
+    chunk's own, which follows the chunk in the image. The bytes between chunks are zeros. A batch fits the buffer and
+    is written at once, unless it is one chunk larger than that, which passes through in pieces.
+    """
+    view = buffer.data
+    base, fill = batch.offset, 0
+    for number in range(batch.first, batch.last):
+        extent = plan.extents[number]
+        start = extent.offset - base
+        if start > fill:
+            buffer[fill:start] = 0
+        fill = start
+        spec = plan.leaves[extent.leaf].spec
+        itemsize = dtypes.lookup(spec.dtype).itemsize
+        chunk = plan.leaves[extent.leaf].chunk
+        shard = leaves[extent.leaf].shards[extent.shard]
+        running: list[int] = []
+        done = value = 0
+        for piece in c_order_pieces(chunk, (len(buffer) - 2 * PAGE) // itemsize):
+            nbytes = piece.size * itemsize
+            if fill + nbytes + PAGE > len(buffer):  # only ever within a chunk larger than the buffer
+                base, fill = _flush(buffer, base, fill, write)
+            data = buffer[fill : fill + nbytes]
+            _copy(shard, extent.part, piece, data.view(dtypes.bits(itemsize)).reshape(piece.shape))
+            done, value = _checksum(view[fill : fill + nbytes], done, value, block_nbytes, running)
+            fill += nbytes
+        if done % block_nbytes:
+            running.append(value)
+        crcs[number] = running
+        _CRC.pack_into(view, fill, value)
+        fill += _CRC.size
+    end = batch.offset + batch.nbytes - base
+    buffer[fill:end] = 0
+    write(base, view[:end])
+
+
+def _copy(shard: Any, part: Box, piece: Box, out: np.ndarray[Any, Any]) -> None:
+    """Fills `out`, which is `piece` of the chunk, from `part` of the shard; zeros where the chunk overhangs the array."""
+    if piece.shape == part.shape:
+        shard.copy(part, out)
+        return
+    held = Box((0,) * len(part.shape), part.shape).intersect(piece)
+    if held is None:
+        out[...] = 0
+        return
+    if held.shape != piece.shape:
+        out[...] = 0
+    inside = held.shifted(piece.start)
+    shard.copy(Box(tuple(map(sum, zip(held.start, part.start, strict=True))), held.shape), out[inside.slices()])
+
+
+def _checksum(data: memoryview, done: int, value: int, block: int, running: list[int]) -> tuple[int, int]:
+    at = 0
+    while at < len(data):
+        n = min(block - done % block, len(data) - at)
+        value = crc32c(data[at : at + n], value)
+        at += n
+        done += n
+        if done % block == 0:
+            running.append(value)
+    return done, value
+
+
+def _flush(buffer: Bytes, base: int, fill: int, write: Callable[[int, memoryview], None]) -> tuple[int, int]:
+    whole = fill - fill % PAGE
+    write(base, buffer.data[:whole])
+    buffer[: fill - whole] = buffer[whole:fill]
+    return base + whole, fill - whole

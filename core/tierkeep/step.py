@@ -1,0 +1,73 @@
+"""The layout of a root: which names are steps, and which are ours while a step is made or removed."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .tiers.local_disk import LocalDisk
+
+__all__ = ["ITEM", "doomed", "list_steps", "resolve", "step_path", "temporary"]
+
+ITEM = "default"  # the item of a step, Orbax's name for the only one
+_STEP = re.compile(r"(0|[1-9]\d{0,18})\Z")
+
+
+def resolve(path: object) -> Path:
+    """An absolute path: `~` expanded, fixed at the call whatever the working directory is later.
+
+    Raises TypeError for what is no path, ValueError for the empty one.
+    """
+    if isinstance(path, bytes):
+        path = os.fsdecode(path)
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"a path must be str, bytes or os.PathLike, not {type(path).__name__}")
+    text = os.fsdecode(os.fspath(path))
+    if not text:
+        raise ValueError("the path is empty")
+    if "://" in text:
+        raise ValueError(f"{text} is a URL: this release keeps checkpoints in local directories")
+    return Path(os.path.abspath(os.path.expanduser(text)))
+
+
+def step_path(root: Path, step: int) -> Path:
+    """Where a step stands. Raises TypeError or ValueError for what cannot be a step."""
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise TypeError(
+            f"a step must be a whole number, not {type(step).__name__}; a save takes it first: save(step, state)"
+        )
+    number = step.__index__()
+    if not 0 <= number < 10**18:
+        raise ValueError(f"a step must be from 0 to 10^18 - 1, not {number}")
+    return root / str(number)
+
+
+def temporary(path: Path) -> Path:
+    """A name beside `path`, in the same file system, that nobody else uses."""
+    return path.with_name(f"{path.name}.tierkeep-tmp-{secrets.token_hex(8)}")
+
+
+def doomed(path: Path) -> Path:
+    """A name for what is no longer visible and may be removed at any time."""
+    return path.with_name(f"{path.name}.tierkeep-trash-{secrets.token_hex(8)}")
+
+
+def list_steps(disk: LocalDisk, root: Path) -> list[int]:
+    """The committed steps of a root, oldest first. Names that are not ours are left out."""
+    try:
+        entries = disk.list_dir(root)
+    except FileNotFoundError:
+        return []
+    return sorted(
+        int(entry.name)
+        for entry in entries
+        if _STEP.match(entry.name) and entry.is_dir() and _holds_item(disk, Path(entry.path))
+    )
+
+
+def _holds_item(disk: LocalDisk, path: Path) -> bool:
+    return disk.exists(path / ITEM)

@@ -1,0 +1,1 @@
+"""For our tests, and for authors of adapters and tiers."""

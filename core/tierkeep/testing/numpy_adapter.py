@@ -1,0 +1,42 @@
+"""The smallest adapter there is: numpy arrays and plain values, no framework."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..restore.place import allocate_numpy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..adapter import Branch, Destination, Stateful
+    from ..leaf import Leaf, LeafSpec
+    from ..tree import Node, Value
+
+__all__ = ["NumpyAdapter"]
+
+
+class NumpyAdapter:
+    """Takes what the core knows by itself; arrays of any framework come back as numpy arrays."""
+
+    name = "numpy"
+    orbax_type = "np.ndarray"
+    in_place = True
+
+    def expand(self, value: Any) -> Leaf | Branch | Stateful | Value | None:
+        return None
+
+    def encode_value(self, value: Any) -> Any:
+        return None
+
+    def decode_value(self, tag: str, payload: Any) -> Any:
+        return None
+
+    def rebuild(self, node: Node, children: Sequence[Any]) -> Any:
+        return None
+
+    def allocate(self, spec: LeafSpec, device: Any) -> Destination:
+        return allocate_numpy(spec._replace(kind="ndarray"))
+
+    def destination(self, target: Any, stored: LeafSpec) -> Destination | None:
+        return None

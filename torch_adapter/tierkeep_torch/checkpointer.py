@@ -1,0 +1,112 @@
+"""The calls of the PyTorch adapter: the core's, with this framework filled in."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from tierkeep import checkpointer as core
+from tierkeep.restore.place import NOTHING
+from tierkeep.step import resolve
+
+from .adapter import TorchAdapter
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tierkeep.checkpointer import SaveReport
+    from tierkeep.options import RestoreOptions, SaveOptions
+
+__all__ = ["Checkpointer", "load", "save"]
+
+
+def save(
+    state: Any, path: str | os.PathLike[str], *, overwrite: bool = False, options: SaveOptions | None = None
+) -> SaveReport:
+    """Saves `state` at `path`, in torch.save's order of arguments.
+
+    `state` is any nest of tensors, modules, optimizers, other objects with `state_dict()` and `load_state_dict()`,
+    numbers, strings, None and containers. After the call the checkpoint is a directory at `path`, visible and durable,
+    whole; stock Orbax restores it too. On any error nothing is visible and what stood at `path` is as it was.
+
+    Raises CheckpointExistsError if something stands at `path` and `overwrite` is not set; UnsupportedLeafError and
+    NameCollisionError naming the key; StorageError with the system's reason.
+    """
+    if isinstance(state, str | bytes | os.PathLike) and not isinstance(path, str | bytes | os.PathLike):
+        raise TypeError("save takes the state first, as torch.save does: save(state, path)")
+    engine = core.Engine(TorchAdapter(), options)
+    try:
+        return engine.save(resolve(path), state, overwrite=overwrite)
+    finally:
+        engine.close()
+
+
+def load(
+    path: str | os.PathLike[str],
+    into: Any = None,
+    *,
+    keys: Sequence[str] | None = None,
+    device: Any = None,
+    dry_run: bool = False,
+    options: RestoreOptions | None = None,
+    **relaxations: Any,
+) -> Any:
+    """The state at `path` (an item or a step directory), every byte verified.
+
+    Without `into`, what was saved comes back: tensors on `device` (the CPU by default, whatever they were saved from),
+    containers and plain values of the same types; objects as the state they gave; a named tuple or dataclass as a
+    mapping that remembers its name. With `into`, tensors are filled in place, dicts and lists are updated in place,
+    modules and optimizers take their state, and `into` is returned (rebuilt where it is immutable).
+
+    `keys` restores only leaves whose name, or a name above it, matches a pattern such as `"model.*"`. With `dry_run`
+    the RestorePlan comes back and nothing is read or changed. Relaxations: `missing="keep"`, `unexpected="ignore"`,
+    `shape="keep"`, `dtype="cast"`, `pickle=True`; see RestoreOptions.
+
+    Raises CheckpointNotFoundError, MismatchError listing every difference (the target is untouched), and
+    CorruptCheckpointError listing every damaged leaf (the target may be partly filled, with verified bytes only).
+    """
+    engine = core.Engine(TorchAdapter())
+    try:
+        return engine.restore(
+            resolve(path),
+            NOTHING if into is None else into,
+            options=core.restore_options(options, relaxations),
+            keys=keys,
+            device=device,
+            dry_run=dry_run,
+        )
+    finally:
+        engine.close()
+
+
+class Checkpointer(core.Checkpointer):
+    """The steps of one PyTorch run. See `tierkeep.checkpointer.Checkpointer` for what holds.
+
+    `root` is created by the first save; `keep` is how many of the newest steps stay (None: all).
+    """
+
+    def __init__(
+        self, root: str | os.PathLike[str], *, keep: int | None = None, options: SaveOptions | None = None
+    ) -> None:
+        super().__init__(TorchAdapter(), root, keep=keep, options=options)
+
+    def restore(
+        self,
+        step: int | None = None,
+        into: Any = None,
+        *,
+        keys: Sequence[str] | None = None,
+        device: Any = None,
+        dry_run: bool = False,
+        options: RestoreOptions | None = None,
+        **relaxations: Any,
+    ) -> Any:
+        """The state of `step` (the newest if None), as `load` gives it. `into` and the rest are as there."""
+        target = NOTHING if into is None else into
+        return super().restore(step, target, keys=keys, device=device, dry_run=dry_run, options=options, **relaxations)
+
+    def save(
+        self, step: int, state: Any, *, overwrite: bool = False, metrics: Mapping[str, Any] | None = None
+    ) -> SaveReport:
+        """Saves `state` as `step`, as `save` does. After the call the step is visible and durable, whole."""
+        return super().save(step, state, overwrite=overwrite, metrics=metrics)

@@ -1,0 +1,90 @@
+"""Tensors as places to restore into."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tierkeep.adapter import Destination, Region, Sink
+from tierkeep.format import dtypes
+from tierkeep.leaf import Box, LeafSpec
+from tierkeep.memory.buffers import HUGE_NBYTES, advise_huge
+
+from .stage import _INTS, _numpy_int, check_kind, dtype_name, host_bits
+
+__all__ = ["allocate", "destination"]
+
+
+def allocate(spec: LeafSpec, device: Any) -> Destination:
+    """A new tensor on `device`, the CPU if None. Raises TypeError if torch has no such dtype."""
+    dtype = _torch_dtype(spec.dtype)
+    tensor = torch.empty(spec.shape, dtype=dtype, device=device)
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes >= HUGE_NBYTES and tensor.is_cpu:
+        advise_huge(tensor.data_ptr(), nbytes)
+
+    def finish() -> torch.Tensor:
+        if spec.ext in ("parameter", "frozen"):
+            return torch.nn.Parameter(tensor, requires_grad=spec.ext == "parameter")
+        return tensor.requires_grad_() if spec.ext == "requires_grad" else tensor
+
+    return Destination(spec, (Region(Box.whole(spec.shape), _bit_sink(tensor)),), finish)
+
+
+def destination(target: torch.Tensor, stored: LeafSpec) -> Destination:
+    """`target`'s own memory. Raises TypeError if it cannot be written as it stands."""
+    check_kind(target)
+    if target.is_conj() or target.is_neg():
+        raise TypeError("a lazily conjugated or negated tensor cannot be restored into")
+    if any(stride == 0 and length > 1 for stride, length in zip(target.stride(), target.shape, strict=True)):
+        raise TypeError("an expanded tensor cannot be restored into: its elements share memory")
+    data = target.detach()
+    name = dtype_name(target.dtype).name
+    spec = LeafSpec("array", name, tuple(target.shape))
+    sink = _bit_sink(data) if stored.dtype == name else _cast_sink(data, stored.dtype)
+
+    def finish() -> torch.Tensor:
+        if not target.is_inference():
+            torch.autograd.graph.increment_version(target)
+        return target
+
+    memory = (data.data_ptr(), data.stride(), data.device) if data.numel() else None
+    return Destination(spec, (Region(Box.whole(spec.shape), sink),), finish, memory)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"torch has no dtype {name}")
+    return dtype
+
+
+def _bit_sink(tensor: torch.Tensor) -> Sink:
+    dtype = dtype_name(tensor.dtype)
+    itemsize = dtype.itemsize
+    if tensor.is_cpu:
+        view = host_bits(tensor, dtype)
+
+        def put(part: Box, data: np.ndarray[Any, Any]) -> None:
+            np.copyto(view if part.shape == view.shape else view[part.slices()], data)
+    else:
+        device_bits = tensor.view(_INTS[itemsize])
+
+        def put(part: Box, data: np.ndarray[Any, Any]) -> None:
+            device_bits[part.slices()].copy_(torch.from_numpy(data.view(_numpy_int(itemsize))))
+
+    return put
+
+
+def _cast_sink(tensor: torch.Tensor, stored: str) -> Sink:
+    dtype = _torch_dtype(stored)
+    itemsize = dtypes.lookup(stored).itemsize
+
+    def put(part: Box, data: np.ndarray[Any, Any]) -> None:
+        # torch reads a 0-d or strided numpy view alike; the buffer is only borrowed, and copy_ is done with it.
+        source = torch.from_numpy(data.view(_numpy_int(itemsize))).view(dtype)
+        tensor[part.slices()].copy_(source)
+
+    return put
