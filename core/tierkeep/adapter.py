@@ -85,10 +85,6 @@ class Adapter(Protocol):
         """`torch`, `jax` or `numpy`; recorded, never acted upon."""
 
     @property
-    def orbax_type(self) -> str:
-        """What Orbax's metadata calls this framework's arrays."""
-
-    @property
     def in_place(self) -> bool:
         """Targets are filled where they are, dicts and lists included; otherwise a new tree is returned."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import os
 import time
 from typing import TYPE_CHECKING, Any, Self
 
@@ -110,7 +112,7 @@ class Engine:
         began = time.perf_counter()
         with collector_paused():
             snapshot = flatten(state, self.adapter, pickle_rest=self.options.pickle)
-            plan = self.plans.plan(snapshot, self.options, self.adapter.orbax_type)
+            plan = self.plans.plan(snapshot, self.options)
         planned = time.perf_counter()
         if self.disk.exists(path) and not overwrite:
             raise CheckpointExistsError(str(path))
@@ -226,7 +228,8 @@ class Checkpointer:
         self._engine: Engine | None = Engine(adapter, options, disk)
         self._disk = self._engine.disk
         if self._disk.exists(self.root) and not self.root.is_dir():
-            raise NotADirectoryError(f"{self.root} is a file: a root must be a directory. It is untouched.")
+            refused = NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self.root))
+            raise StorageError(f"opening {self.root} as a root", refused, "what stands there is untouched")
 
     def save(
         self, step: int, state: Any, *, overwrite: bool = False, metrics: Mapping[str, Any] | None = None
@@ -238,26 +241,23 @@ class Checkpointer:
         there were before.
         """
         path = step_path(self.root, step)
+        step = int(path.name)  # an int, whatever whole number it was
         report = self._open().save(path, state, step=step, overwrite=overwrite, metrics=metrics)
         self._retain(step)
         return report
 
-    def restore(
+    def _restore(
         self,
-        step: int | None = None,
-        into: Any = NOTHING,
+        step: int | None,
+        target: Any,
         *,
-        keys: Sequence[str] | None = None,
-        device: Any = None,
-        dry_run: bool = False,
-        options: RestoreOptions | None = None,
-        **relaxations: Any,
+        keys: Sequence[str] | None,
+        device: Any,
+        dry_run: bool,
+        options: RestoreOptions | None,
+        relaxations: Mapping[str, Any],
     ) -> Any:
-        """The state of `step` (the newest if None), into `into` if it is given. Relaxations are RestoreOptions' fields.
-
-        Raises CheckpointNotFoundError if there is no such step, MismatchError listing every difference between
-        checkpoint and target, CorruptCheckpointError listing every damaged leaf.
-        """
+        """What an adapter's `restore` is: the state of `step` (the newest if None), in `target` or NOTHING."""
         engine = self._open()
         steps = self.steps()
         if step is None:
@@ -269,7 +269,7 @@ class Checkpointer:
             raise CheckpointNotFoundError(str(step_path(self.root, step)), "the step", f"the newest steps are: {there}")
         return engine.restore(
             step_path(self.root, step),
-            into,
+            target,
             options=restore_options(options, relaxations),
             keys=keys,
             device=device,
@@ -280,7 +280,10 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """The committed steps, oldest first."""
         self._open()
-        return list_steps(self._disk, self.root)
+        try:
+            return list_steps(self._disk, self.root)
+        except OSError as error:
+            raise StorageError(f"listing {self.root}", error, "nothing was changed") from error
 
     def latest_step(self) -> int | None:
         """The newest committed step, None if there is none."""

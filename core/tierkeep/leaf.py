@@ -89,7 +89,9 @@ class Leaf:
     tie: Any = None
     """Leaves of equal, non-None `tie` are the same memory seen in the same way: stored once."""
     ext: str | None = None
-    """The adapter's own mark, given back to it at restore."""
+    """The adapter's own mark, given back to it at restore; `prng:<implementation>` for the data of a JAX random key."""
+    sharding: str | None = None
+    """Orbax's JSON of a jax sharding; with it stock Orbax gives back a jax.Array, without it a numpy array."""
 
     @property
     def spec(self) -> LeafSpec:

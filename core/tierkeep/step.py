@@ -48,12 +48,17 @@ def step_path(root: Path, step: int) -> Path:
 
 def temporary(path: Path) -> Path:
     """A name beside `path`, in the same file system, that nobody else uses."""
-    return path.with_name(f"{path.name}.tierkeep-tmp-{secrets.token_hex(8)}")
+    return path.with_name(f"{_short(path.name)}.tierkeep-tmp-{secrets.token_hex(8)}")
 
 
 def doomed(path: Path) -> Path:
     """A name for what is no longer visible and may be removed at any time."""
-    return path.with_name(f"{path.name}.tierkeep-trash-{secrets.token_hex(8)}")
+    return path.with_name(f"{_short(path.name)}.tierkeep-trash-{secrets.token_hex(8)}")
+
+
+def _short(name: str) -> str:
+    """What of a name leaves room for an ending: file systems take 255 bytes."""
+    return os.fsdecode(os.fsencode(name)[:200])
 
 
 def list_steps(disk: LocalDisk, root: Path) -> list[int]:

@@ -32,6 +32,7 @@ __all__ = [
     "decode_value",
     "encode_key",
     "encode_value",
+    "is_own_container",
     "is_sequence",
     "join",
     "rebuild",
@@ -256,6 +257,16 @@ def _encode_item(item: Any) -> Any:
 
 def _decode_item(item: Any) -> Any:
     return decode_key(_freeze(item["v"]))
+
+
+_OWN = frozenset(
+    {dict, list, tuple, collections.OrderedDict, collections.defaultdict, collections.Counter, collections.deque}
+)
+
+
+def is_own_container(value: Any) -> bool:
+    """Whether the core takes a value apart by itself, without asking a framework's registry."""
+    return type(value) in _OWN or (isinstance(value, tuple) and hasattr(value, "_fields"))
 
 
 def rebuild(node: Node, children: Sequence[Any]) -> Any:

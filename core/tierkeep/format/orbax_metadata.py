@@ -5,6 +5,7 @@ They carry the poorer view that Orbax knows: string keys, lists for tuples, dict
 
 from __future__ import annotations
 
+import base64
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,23 +17,38 @@ if TYPE_CHECKING:
 
     from ..leaf import Leaf
 
-__all__ = ["CHECKPOINT_METADATA", "METADATA", "STRINGS", "checkpoint_metadata", "metadata", "strings"]
+__all__ = [
+    "ARRAY_METADATAS",
+    "CHECKPOINT_METADATA",
+    "METADATA",
+    "PRNG",
+    "SHARDING",
+    "STRINGS",
+    "array_metadatas",
+    "checkpoint_metadata",
+    "metadata",
+    "shardings",
+    "strings",
+]
 
 METADATA = "_METADATA"
 STRINGS = "_strings.json"
+SHARDING = "_sharding"
+ARRAY_METADATAS = "array_metadatas"
+PRNG = "prng:"  # mark of a leaf that is the data of a random key
 CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
 _STANDARD_HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
 _EMPTY = {"list": "List", "tuple": "Tuple", "deque": "List", "namedtuple": "NamedTuple"}
 _SCALARS = frozenset({"bool", "int", "float", "complex"})
 
 
-def metadata(tree: Tree, leaves: Sequence[Leaf], orbax_type: str) -> bytes:
+def metadata(tree: Tree, leaves: Sequence[Leaf]) -> bytes:
     """`_METADATA`: every leaf's path and Orbax value type."""
     entries = {}
     for path, types, node in walk(tree):
         entries[str(path)] = {
             "key_metadata": [{"key": k, "key_type": t} for k, t in zip(path, types, strict=True)],
-            "value_metadata": _value_metadata(node, leaves, orbax_type),
+            "value_metadata": _value_metadata(node, leaves),
         }
     return msgspec.json.encode(
         {
@@ -46,16 +62,43 @@ def metadata(tree: Tree, leaves: Sequence[Leaf], orbax_type: str) -> bytes:
     )
 
 
-def _value_metadata(node: Tree, leaves: Sequence[Leaf], orbax_type: str) -> dict[str, Any]:
+def _value_metadata(node: Tree, leaves: Sequence[Leaf]) -> dict[str, Any]:
     if node is None:
         return {"value_type": "None", "skip_deserialize": True}
     if isinstance(node, Node):
         return {"value_type": _EMPTY.get(node.kind, "Dict"), "skip_deserialize": True}
     if isinstance(node, Value):
         return {"value_type": "string", "skip_deserialize": False}
-    kind = leaves[node].kind
-    value_type = "scalar" if kind in _SCALARS else orbax_type if kind == "array" else "np.ndarray"
+    leaf = leaves[node]
+    value_type = "scalar" if leaf.kind in _SCALARS else "np.ndarray" if leaf.sharding is None else "jax.Array"
     return {"value_type": value_type, "skip_deserialize": False}
+
+
+def shardings(names: Mapping[int, str], leaves: Sequence[Leaf]) -> bytes | None:
+    """`_sharding`: the sharding of every jax.Array by name; None if there is no such leaf."""
+    found = {
+        base64.urlsafe_b64encode(names[number].encode()).decode(): leaf.sharding
+        for number, leaf in enumerate(leaves)
+        if leaf.sharding is not None
+    }
+    return msgspec.json.encode(found) if found else None
+
+
+def array_metadatas(names: Mapping[int, str], leaves: Sequence[Leaf], chunks: Sequence[Sequence[int]]) -> bytes | None:
+    """`array_metadatas/process_0`: what makes a leaf's data a random key to Orbax; None if there is no such leaf."""
+    found = [
+        {
+            "array_metadata": {
+                "param_name": names[number],
+                "write_shape": list(chunks[number]),
+                "chunk_shape": list(chunks[number]),
+                "ext_metadata": {"random_key_impl": leaf.ext.removeprefix(PRNG)},
+            }
+        }
+        for number, leaf in enumerate(leaves)
+        if leaf.ext is not None and leaf.ext.startswith(PRNG)
+    ]
+    return msgspec.json.encode({"array_metadatas": found}) if found else None
 
 
 def strings(names: Sequence[tuple[str, int]], values: Sequence[Any]) -> bytes:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import base64
 import collections
+import copy
 import dataclasses
 import fnmatch
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,6 +91,8 @@ def _select(tree: Tree, keys: Sequence[str]) -> tuple[Tree, frozenset[str]]:
     """The tree with only the leaves that one of the patterns selects, by name or by a name above theirs."""
     if isinstance(keys, str):
         keys = [keys]
+    if not keys:
+        raise InvalidStateError("keys holds no pattern: pass None for everything. Nothing was read.")
     unused = set(keys)
     selected = set()
     names = []
@@ -97,7 +100,7 @@ def _select(tree: Tree, keys: Sequence[str]) -> tuple[Tree, frozenset[str]]:
         above = [join(path[:n]) for n in range(1, len(path) + 1)] or [""]
         names.append(above[-1])
         for pattern in keys:
-            if any(fnmatch.fnmatchcase(name, pattern) for name in above):
+            if any(name == pattern or fnmatch.fnmatchcase(name, pattern) for name in above):
                 selected.add(above[-1])
                 unused.discard(pattern)
     if unused:
@@ -106,6 +109,9 @@ def _select(tree: Tree, keys: Sequence[str]) -> tuple[Tree, frozenset[str]]:
             f"no leaf matches {', '.join(sorted(map(repr, unused)))}; the checkpoint has {len(names)}: {shown}. Nothing was read."
         )
     return _pruned(tree, selected, ()), frozenset(selected)
+
+
+_PARTIAL = frozenset({"dict", "odict", "defaultdict", "counter", "mapping"})  # whole without some of their keys
 
 
 def _pruned(tree: Tree, selected: set[str], path: tuple[Any, ...]) -> Tree:
@@ -124,7 +130,7 @@ def _pruned(tree: Tree, selected: set[str], path: tuple[Any, ...]) -> Tree:
     if sequence:  # what is left of a sequence is a mapping from place to element
         keys = tuple(("int", str(number)) for number, _ in kept)
         return Node("dict", None, keys, tuple(child for _, child in kept))
-    kind = "dict" if tree.kind in ("namedtuple", "dataclass") else tree.kind
+    kind = tree.kind if tree.kind in _PARTIAL else "dict"
     return Node(kind, tree.name, tuple(tree.keys[n] for n, _ in kept), tuple(child for _, child in kept))
 
 
@@ -222,17 +228,20 @@ class _Placer:
         stored = self.whole.leaves[tree].spec if type(tree) is int else None
         try:
             destination = self.destination(target, stored)
+            branch = None if destination is not None else children_of(target, self.adapter)
         except (TypeError, ValueError) as error:
             self.placement.structure.append(f"{join(path)}: {error}")
             return lambda: target
         if destination is not None:
             return self.match_leaf(target, destination, tree, path)
-        branch = children_of(target, self.adapter)
         if isinstance(branch, Stateful):
             return self.match_stateful(target, branch, tree, path)
         if branch is not None and branch.load is not None:
-            return self.loaded(target, self.build(tree, path), branch.load)
-        if branch is None or (is_sequence(branch.node.kind) and self.is_plain(branch.children)):
+            return self.match_loaded(target, branch, tree, path)
+        sequences = branch is not None and is_sequence(branch.node.kind)
+        if isinstance(tree, Node) and not is_sequence(tree.kind):
+            sequences = False
+        if branch is None or (sequences and self.is_plain(branch.children)):
             return self.match_plain(target, branch, tree, path)
         # A selection can leave a mapping from places of what was a sequence: it fits a sequence too.
         if not isinstance(tree, Node) or (
@@ -269,6 +278,26 @@ class _Placer:
         inner = self.match(stateful.state, tree, path) if stateful.in_place else self.build(tree, path)
         return self.loaded(target, inner, load)
 
+    def match_loaded(self, target: Any, branch: Branch, tree: Tree, path: tuple[Any, ...]) -> Finish:
+        """A target that takes its parts as a whole: of the same kind and name, its arrays of the same dtypes."""
+        assert branch.load is not None
+        name = join(path)
+        if not isinstance(tree, Node) or tree.kind != branch.node.kind or tree.keys != branch.node.keys:
+            self.placement.structure.append(f"{name}: {self.told(tree)} for a target of {branch.node.kind}")
+            return lambda: target
+        if tree.name != branch.node.name:
+            self.placement.shape.append(f"{name}: {tree.name} in the checkpoint, {branch.node.name} in the target")
+            return lambda: target
+        for child, part, key in zip(branch.children, tree.children, branch.node.keys, strict=True):
+            if type(part) is int and self.is_array(part):
+                stored = self.whole.leaves[part].spec
+                own = self.destination(child, stored)
+                if own is not None and own.spec.dtype != stored.dtype:
+                    self.placement.dtype.append(
+                        f"{join((*path, decode_key(key)))}: {stored.dtype} in the checkpoint, {own.spec.dtype} in the target"
+                    )
+        return self.loaded(target, self.build(tree, path), branch.load)
+
     def loaded(self, target: Any, inner: Finish, load: Callable[[Any], object] | None) -> Finish:
         def finish() -> Any:
             state = inner()
@@ -288,14 +317,15 @@ class _Placer:
             self.placement.structure.append(f"{join(path)}: {self.told(tree)} for a target of {_kind(target)}")
             return lambda: target
         made = self.build(tree, path)
-        if not (self.adapter.in_place and type(target) is list):
+        if not (self.adapter.in_place and type(target) in (list, collections.deque)):
             return made
 
         def finish() -> Any:
             value = made()
-            if type(value) is not list:
+            if type(value) is not type(target):
                 return value
-            target[:] = value
+            target.clear()
+            target.extend(value)
             return target
 
         return finish
@@ -320,7 +350,10 @@ class _Placer:
         return lambda: _remake(target, branch, [(step, finish()) for step, finish in children], self.adapter)
 
     def names_below(self, value: Any, path: tuple[Any, ...]) -> list[str]:
-        branch = children_of(value, self.adapter)
+        try:
+            branch = children_of(value, self.adapter)
+        except (TypeError, ValueError):  # it could not be restored into either: missing is what matters
+            branch = None
         if isinstance(branch, Stateful):
             return self.names_below(branch.state, path)
         if branch is None or not branch.children:
@@ -332,12 +365,15 @@ class _Placer:
 
     def is_plain(self, children: Sequence[Any]) -> bool:
         for child in children:
-            if (
-                isinstance(child, np.ndarray)
-                or self.adapter.destination(child, LeafSpec("array", "uint8", ())) is not None
-            ):
+            try:
+                if (
+                    isinstance(child, np.ndarray)
+                    or self.adapter.destination(child, LeafSpec("array", "uint8", ())) is not None
+                ):
+                    return False
+                branch = children_of(child, self.adapter)
+            except (TypeError, ValueError):  # an array that cannot be restored into, which its own match reports
                 return False
-            branch = children_of(child, self.adapter)
             if isinstance(branch, Stateful) or (branch is not None and not self.is_plain(branch.children)):
                 return False
         return True
@@ -378,7 +414,7 @@ def _remake(target: Any, branch: Branch, children: list[tuple[Any, Any]], adapte
     values = [value for _, value in children]
     if branch.rebuild is not None:
         return branch.rebuild(values)
-    if adapter.in_place and isinstance(target, dict | list | collections.deque):
+    if adapter.in_place and isinstance(target, MutableMapping | list | collections.deque):
         for step, value in children:
             target[step] = value
         return target
@@ -386,7 +422,11 @@ def _remake(target: Any, branch: Branch, children: list[tuple[Any, Any]], adapte
         cls = type(target)
         return cls._make(values) if hasattr(cls, "_make") else tuple(values)
     if dataclasses.is_dataclass(target) and not isinstance(target, type):
-        return dataclasses.replace(target, **dict(children))
+        frozen = target.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        made = target if adapter.in_place and not frozen else copy.copy(target)
+        for step, value in children:  # not by its __init__, which need not take every field
+            object.__setattr__(made, step, value)
+        return made
     if isinstance(target, NamedMapping):
         return NamedMapping(target.type_name, dict(children))
     return rebuild(branch.node, values)

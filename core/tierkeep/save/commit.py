@@ -8,6 +8,7 @@ a crash after it a whole checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from dataclasses import dataclass
@@ -106,7 +107,13 @@ def commit_whole(disk: LocalDisk, draft: Draft, plan: SavePlan, values: list[Any
     item = draft.item
     files = [DataFile(f"{part_name(0)}/", f"{DATA}/{draft.image}")]
     _write_index(disk, item, plan, files, draft.begun_ns)
-    disk.write_file(item / orbax_metadata.METADATA, plan.orbax)
+    for name, data in plan.orbax:
+        path = item / name
+        if path.parent != item:
+            disk.make_dir(path.parent)
+        disk.write_file(path, data)
+        if path.parent != item:
+            disk.sync_dir(path.parent)
     if plan.strings:
         disk.write_file(item / orbax_metadata.STRINGS, orbax_metadata.strings(plan.strings, values))
     record = encode_whole(
@@ -162,7 +169,7 @@ def retire(disk: LocalDisk, path: Path) -> None:
 def _swap(disk: LocalDisk, new: Path, final: Path) -> None:
     if disk.exchange(new, final):
         disk.sync_dir(final.parent)
-        disk.remove_tree(new)
+        _remove_old(disk, new)
         return
     # No atomic exchange on this file system: for the moment between two renames nothing stands at `final`.
     old = doomed(final)
@@ -173,7 +180,13 @@ def _swap(disk: LocalDisk, new: Path, final: Path) -> None:
         disk.rename(old, final)
         raise
     disk.sync_dir(final.parent)
-    disk.remove_tree(old)
+    _remove_old(disk, old)
+
+
+def _remove_old(disk: LocalDisk, old: Path) -> None:
+    """The new checkpoint is whole by now: a failure here is no failure of the save, and the name is ours to sweep."""
+    with contextlib.suppress(OSError):
+        disk.remove_tree(old)
 
 
 def _write_index(disk: LocalDisk, path: Path, plan: SavePlan, files: Sequence[DataFile], now_ns: int) -> None:

@@ -86,8 +86,8 @@ class SavePlan:
     nbytes: int
     """Bytes of the leaves themselves, ties counted once."""
     index: IndexTemplate
-    orbax: bytes
-    """Orbax's `_METADATA`."""
+    orbax: tuple[tuple[str, bytes], ...]
+    """Orbax's own files that say nothing of content: path below the item, and bytes."""
     strings: tuple[tuple[str, int], ...]
     """Names and numbers of the plain values that Orbax sees as strings."""
     layout: msgspec.Raw
@@ -106,13 +106,13 @@ class PlanCache:
         self._most = most
         self.misses = 0
 
-    def plan(self, snapshot: Snapshot, options: SaveOptions, orbax_type: str) -> SavePlan:
+    def plan(self, snapshot: Snapshot, options: SaveOptions) -> SavePlan:
         """The plan for a snapshot of this structure, made if there is none yet."""
-        key = (_structure_key(snapshot), options, orbax_type)
+        key = (_structure_key(snapshot), options)
         found = self._plans.get(key)
         if found is None:
             self.misses += 1
-            found = plan_save(snapshot, options, orbax_type)
+            found = plan_save(snapshot, options)
             self._plans[key] = found
             if len(self._plans) > self._most:
                 self._plans.popitem(last=False)
@@ -122,7 +122,7 @@ class PlanCache:
 
 def _structure_key(snapshot: Snapshot) -> Any:
     leaves = tuple(
-        (leaf.kind, leaf.dtype, leaf.shape, leaf.ext, tuple((s.box, s.replica) for s in leaf.shards))
+        (leaf.kind, leaf.dtype, leaf.shape, leaf.ext, leaf.sharding, tuple((s.box, s.replica) for s in leaf.shards))
         for leaf in snapshot.leaves
     )
     return snapshot.tree, leaves, _ties(snapshot)
@@ -140,7 +140,7 @@ def _ties(snapshot: Snapshot) -> tuple[tuple[int, int], ...]:
     return tuple(ties)
 
 
-def plan_save(snapshot: Snapshot, options: SaveOptions, orbax_type: str) -> SavePlan:
+def plan_save(snapshot: Snapshot, options: SaveOptions) -> SavePlan:
     """Lays out every leaf. Raises InvalidStateError for names that collide and shards that do not tile their array."""
     names, value_names = _names(snapshot.tree)
     tied = dict(_ties(snapshot))
@@ -185,7 +185,7 @@ def plan_save(snapshot: Snapshot, options: SaveOptions, orbax_type: str) -> Save
         image_nbytes=image_nbytes,
         nbytes=nbytes,
         index=_index(leaves, extents, options.declare_crc),
-        orbax=orbax_metadata.metadata(snapshot.tree, snapshot.leaves, orbax_type),
+        orbax=_orbax_files(snapshot, names, [leaf.chunk for leaf in leaves]),
         strings=tuple((name, number) for number, name in sorted(value_names.items())),
         layout=msgspec.Raw(layout),
         structure=msgspec.Raw(structure),
@@ -204,9 +204,10 @@ def _names(tree: Tree) -> tuple[dict[int, str], dict[int, str]]:
     values: dict[int, str] = {}
     for path, _, node in walk(tree):
         name = join(path)
-        if name in seen:
-            raise NameCollisionError(name, str(seen[name]), str(path))
-        seen[name] = path
+        stored = name.removesuffix("/")  # TensorStore takes 'a' and 'a/' for one path
+        if stored in seen:
+            raise NameCollisionError(name, str(seen[stored]), str(path))
+        seen[stored] = path
         try:
             name.encode()
         except UnicodeEncodeError as error:
@@ -327,6 +328,17 @@ def _lay_out(
     if len(extents) > first:
         batches.append(Batch(begin, image_nbytes - begin, first, len(extents)))
     return extents, batches, image_nbytes
+
+
+def _orbax_files(
+    snapshot: Snapshot, names: dict[int, str], chunks: Sequence[Sequence[int]]
+) -> tuple[tuple[str, bytes], ...]:
+    files = {
+        orbax_metadata.METADATA: orbax_metadata.metadata(snapshot.tree, snapshot.leaves),
+        orbax_metadata.SHARDING: orbax_metadata.shardings(names, snapshot.leaves),
+        f"{orbax_metadata.ARRAY_METADATAS}/process_0": orbax_metadata.array_metadatas(names, snapshot.leaves, chunks),
+    }
+    return tuple((name, data) for name, data in files.items() if data is not None)
 
 
 def _round_up(n: int, step: int) -> int:

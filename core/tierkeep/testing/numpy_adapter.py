@@ -20,7 +20,6 @@ class NumpyAdapter:
     """Takes what the core knows by itself; arrays of any framework come back as numpy arrays."""
 
     name = "numpy"
-    orbax_type = "np.ndarray"
     in_place = True
 
     def expand(self, value: Any) -> Leaf | Branch | Stateful | Value | None:

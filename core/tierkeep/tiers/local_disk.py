@@ -195,7 +195,10 @@ class LocalDisk:
 
     def remove_tree(self, path: Path) -> None:
         """Removes a directory and what is in it; never follows a link."""
-        shutil.rmtree(path)
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
 
 
 def _renameat2(old: Path, new: Path, flags: int) -> int:

@@ -1,0 +1,5 @@
+"""tierkeep for JAX: saves and restores any pytree, under any sharding, onto any other."""
+
+from .checkpointer import Checkpointer, load, save
+
+__all__ = ["Checkpointer", "load", "save"]

@@ -1,0 +1,78 @@
+"""JAX as the core sees it: arrays and random keys as leaves, registered nodes as containers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from tierkeep.adapter import Branch, Destination, Stateful
+from tierkeep.restore.place import allocate_numpy
+from tierkeep.tree import Node, Value, encode_key, is_own_container
+
+from . import place, stage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tierkeep.leaf import Leaf, LeafSpec
+
+__all__ = ["JaxAdapter"]
+
+
+class JaxAdapter:
+    """The adapter of `tierkeep_jax`. Holds no state."""
+
+    name = "jax"
+    in_place = False
+
+    def expand(self, value: Any) -> Leaf | Branch | Stateful | Value | None:
+        if isinstance(value, jax.Array):
+            return stage.leaf(value)
+        if is_own_container(value):
+            return None
+        if isinstance(value, jax.ShapeDtypeStruct):
+            raise TypeError("a ShapeDtypeStruct has no data: it can only be a target")
+        return _registered(value)
+
+    def encode_value(self, value: Any) -> Any:
+        return None
+
+    def decode_value(self, tag: str, payload: Any) -> Any:
+        return None
+
+    def rebuild(self, node: Node, children: Sequence[Any]) -> Any:
+        return None
+
+    def allocate(self, spec: LeafSpec, device: Any) -> Destination:
+        if not place.holds(spec.dtype):
+            # What jax has no dtype for (or only with jax_enable_x64) comes back in numpy, where no bit is lost.
+            return allocate_numpy(spec._replace(kind="ndarray"))
+        return place.allocate(spec, device)
+
+    def destination(self, target: Any, stored: LeafSpec) -> Destination | None:
+        if isinstance(target, jax.Array | jax.ShapeDtypeStruct):
+            return place.destination(target, stored)
+        return None
+
+
+def _registered(value: Any) -> Branch | None:
+    """One level of a node of jax's registry (flax.struct, nnx.State, equinox modules, …); None for a leaf of it."""
+    structure: Any
+    found, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: x is not value)
+    if jax.tree_util.treedef_is_leaf(structure):
+        return None
+    cls = type(value)
+    keys = tuple(encode_key(_step(path[0])) for path, _ in found)
+    node = Node("pytree", f"{cls.__module__}.{cls.__qualname__}", keys, ())
+    return Branch(node, tuple(child for _, child in found), rebuild=structure.unflatten)
+
+
+def _step(key: Any) -> Any:
+    if isinstance(key, jax.tree_util.GetAttrKey):
+        return key.name
+    if isinstance(key, jax.tree_util.SequenceKey):
+        return key.idx
+    if isinstance(key, jax.tree_util.DictKey | jax.tree_util.FlattenedIndexKey):
+        return key.key
+    return str(key)

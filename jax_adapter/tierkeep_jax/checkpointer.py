@@ -1,0 +1,125 @@
+"""The calls of the JAX adapter: the core's, with this framework filled in."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from tierkeep import checkpointer as core
+from tierkeep.restore.place import NOTHING
+from tierkeep.step import resolve
+
+from .adapter import JaxAdapter
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tierkeep.checkpointer import SaveReport
+    from tierkeep.options import RestoreOptions, SaveOptions
+
+__all__ = ["Checkpointer", "load", "save"]
+
+
+def save(
+    path: str | os.PathLike[str], tree: Any, *, overwrite: bool = False, options: SaveOptions | None = None
+) -> SaveReport:
+    """Saves `tree` at `path`, in Orbax's order of arguments.
+
+    `tree` is any pytree: arrays under any sharding over this process's devices, random keys, numpy arrays, numbers,
+    strings, None and containers, registered nodes included. After the call the checkpoint is a directory at `path`,
+    visible and durable, whole; stock Orbax restores it too. On any error nothing is visible and what stood at `path`
+    is as it was.
+
+    Raises CheckpointExistsError if something stands at `path` and `overwrite` is not set; UnsupportedLeafError and
+    NameCollisionError naming the key; StorageError with the system's reason.
+    """
+    if isinstance(tree, str | bytes | os.PathLike) and not isinstance(path, str | bytes | os.PathLike):
+        raise TypeError("save takes the path first, as Orbax does: save(path, tree)")
+    engine = core.Engine(JaxAdapter(), options)
+    try:
+        return engine.save(resolve(path), tree, overwrite=overwrite)
+    finally:
+        engine.close()
+
+
+def load(
+    path: str | os.PathLike[str],
+    target: Any = None,
+    *,
+    keys: Sequence[str] | None = None,
+    device: Any = None,
+    dry_run: bool = False,
+    options: RestoreOptions | None = None,
+    **relaxations: Any,
+) -> Any:
+    """The tree at `path` (an item or a step directory), every byte verified.
+
+    Without `target`, what was saved comes back: arrays on `device` (a jax device or sharding; the default device if
+    None), numpy arrays as numpy arrays, containers and plain values of the same types; a class that would have to be
+    imported as a mapping that remembers its name. Arrays of a dtype that jax does not have as configured come back as
+    numpy arrays. With `target` (arrays or ShapeDtypeStructs in the tree's own structure), every array comes back with
+    the target's shape, dtype and sharding, and only the bytes that its shards need are read, each once.
+
+    `keys` restores only leaves whose name, or a name above it, matches a pattern such as `"params.*"`. With `dry_run`
+    the RestorePlan comes back and nothing is read. Relaxations: `missing="keep"`, `unexpected="ignore"`,
+    `shape="keep"`, `dtype="cast"`, `pickle=True`; see RestoreOptions.
+
+    Raises CheckpointNotFoundError, MismatchError listing every difference, and CorruptCheckpointError listing every
+    damaged leaf. `target` is never changed.
+    """
+    engine = core.Engine(JaxAdapter())
+    try:
+        return engine.restore(
+            resolve(path),
+            NOTHING if target is None else target,
+            options=core.restore_options(options, relaxations),
+            keys=keys,
+            device=device,
+            dry_run=dry_run,
+        )
+    finally:
+        engine.close()
+
+
+class Checkpointer(core.Checkpointer):
+    """The steps of one JAX run. See `tierkeep.checkpointer.Checkpointer` for what holds.
+
+    `root` is created by the first save; `keep` is how many of the newest steps stay (None: all).
+    """
+
+    def __init__(
+        self, root: str | os.PathLike[str], *, keep: int | None = None, options: SaveOptions | None = None
+    ) -> None:
+        super().__init__(JaxAdapter(), root, keep=keep, options=options)
+
+    def save(
+        self, step: int, state: Any, *, overwrite: bool = False, metrics: Mapping[str, Any] | None = None
+    ) -> SaveReport:
+        """Saves the tree `state` as `step`, as `save` does. After the call the step is visible and durable, whole."""
+        return super().save(step, state, overwrite=overwrite, metrics=metrics)
+
+    def restore(
+        self,
+        step: int | None = None,
+        target: Any = None,
+        *,
+        keys: Sequence[str] | None = None,
+        device: Any = None,
+        dry_run: bool = False,
+        options: RestoreOptions | None = None,
+        **relaxations: Any,
+    ) -> Any:
+        """The tree of `step` (the newest if None), as `load` gives it. `target` and the rest are as there.
+
+        Raises CheckpointNotFoundError if there is no such step, MismatchError listing every difference, and
+        CorruptCheckpointError listing every damaged leaf.
+        """
+        return self._restore(
+            step,
+            NOTHING if target is None else target,
+            keys=keys,
+            device=device,
+            dry_run=dry_run,
+            options=options,
+            relaxations=relaxations,
+        )
