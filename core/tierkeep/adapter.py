@@ -12,7 +12,7 @@ import numpy as np
 from .errors import UnsupportedLeafError
 from .format import dtypes
 from .leaf import ArrayShard, Box, Leaf, LeafSpec
-from .tree import Node, Tree, Value, container, encode_value, join
+from .tree import Node, Tree, Value, container, decode_key, encode_value, join
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -160,7 +160,7 @@ class _Flattener:
             return self.tree(found.state)
         assert isinstance(found, Branch)
         node = found.node
-        names = [str(k) for k in node.keys] if node.keys else range(len(found.children))
+        names = [str(decode_key(k)) for k in node.keys] if node.keys else range(len(found.children))
         children = []
         for name, child in zip(names, found.children, strict=True):
             self.path.append(name)

@@ -14,10 +14,8 @@ from .errors import CheckpointExistsError, CheckpointNotFoundError, ClosedError,
 from .memory.buffers import Buffers
 from .memory.collector import collector_paused
 from .options import RestoreOptions, SaveOptions
-from .restore.locate import find_item, open_checkpoint
-from .restore.place import NOTHING, place
-from .restore.plan import plan_reads
-from .restore.read import execute_reads
+from .restore.locate import open_source
+from .restore.place import NOTHING, Placement, place
 from .save.commit import Draft, commit_part, commit_whole, publish, retire
 from .save.plan import PlanCache
 from .save.write import write_image
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from .format.part import LeafRecord
+    from .restore.source import Source
 
 __all__ = ["Checkpointer", "Engine", "Metadata", "RestorePlan", "SaveReport", "restore_options"]
 
@@ -146,53 +145,44 @@ class Engine:
         holds: str = "no other checkpoint was touched",
     ) -> Any:
         """The state at `path`, verified; into `target` if there is one. With `dry_run`, the RestorePlan instead."""
-        with self._storage(f"restoring {path}", f"the checkpoint is untouched; {holds}"):
-            item = find_item(self.disk, path)
-            with (
-                collector_paused(),
-                open_checkpoint(self.disk, item, direct=options.direct, holds=holds) as opened,
-            ):
-                placement = place(
-                    opened.whole, target, self.adapter, options, keys=keys, device=device, dry_run=dry_run
-                )
-                if not dry_run:
-                    placement.check(str(item), options)
-                reads = plan_reads(opened.whole, opened.parts, opened.held_by, placement.wants, options.lane_nbytes)
-                if dry_run:
-                    leaves = opened.whole.leaves
-                    return RestorePlan(
-                        path=str(item),
-                        nbytes=sum(read.nbytes for read in reads),
-                        reads=tuple((str(_image(opened, read.part)), read.offset, read.nbytes) for read in reads),
-                        names=tuple(placement.names),
-                        casts=tuple(placement.dtype),
-                        missing=tuple(placement.missing),
-                        unexpected=tuple(placement.unexpected),
-                        shape=tuple(placement.shape),
-                        structure=tuple(placement.structure),
-                        tied=tuple((leaf.name, leaves[leaf.tie].name) for leaf in leaves if leaf.tie is not None),
-                    )
-                with contextlib.ExitStack() as stack:
-                    if (options.lanes, options.lane_nbytes) == (self._buffers.count, self._buffers.nbytes):
-                        stack.enter_context(self._buffers.lock)
-                        buffers = self._buffers
-                    else:
-                        buffers = Buffers(options.lanes, options.lane_nbytes)
-                        stack.callback(buffers.close)
-                    execute_reads(opened, reads, placement.sinks, buffers, options.lanes, holds)
-                return placement.finish()
+        with (
+            self._storage(f"restoring {path}", f"the checkpoint is untouched; {holds}"),
+            collector_paused(),
+            open_source(self.disk, path, direct=options.direct, holds=holds) as source,
+        ):
+            placement = place(source.contents, target, self.adapter, options, keys=keys, device=device, dry_run=dry_run)
+            if dry_run:
+                return _restore_plan(source, placement, options)
+            placement.check(str(source.path), options)
+            with self._lanes(options) as buffers:
+                source.read(placement.wants, placement.sinks, buffers, options.lanes, holds)
+            return placement.finish()
 
     def metadata(self, path: Path) -> Metadata:
         """What the checkpoint at `path` holds; its records are verified, its arrays are not read."""
-        with self._storage(f"reading {path}", "nothing was changed"):
-            item = find_item(self.disk, path)
-            with open_checkpoint(self.disk, item, direct=False, holds="nothing was changed") as opened:
-                leaves = opened.whole.leaves
-                nbytes = sum(leaf.nbytes for leaf in leaves if leaf.tie is None)
-                return Metadata(str(item), {leaf.name: leaf for leaf in leaves}, nbytes)
+        with (
+            self._storage(f"reading {path}", "nothing was changed"),
+            open_source(self.disk, path, direct=False, holds="nothing was changed") as source,
+        ):
+            leaves = source.contents.leaves
+            nbytes = sum(leaf.nbytes for leaf in leaves if leaf.tie is None)
+            return Metadata(str(source.path), {leaf.name: leaf for leaf in leaves}, nbytes)
 
     def close(self) -> None:
         self._buffers.close()
+
+    @contextlib.contextmanager
+    def _lanes(self, options: RestoreOptions) -> Iterator[Buffers]:
+        """The engine's own warm buffers if they are what `options` asks for, others for this call if not."""
+        if (options.lanes, options.lane_nbytes) == (self._buffers.count, self._buffers.nbytes):
+            with self._buffers.lock:
+                yield self._buffers
+        else:
+            buffers = Buffers(options.lanes, options.lane_nbytes)
+            try:
+                yield buffers
+            finally:
+                buffers.close()
 
     @contextlib.contextmanager
     def _storage(self, action: str, holds: str) -> Iterator[None]:
@@ -335,9 +325,21 @@ def _others(steps: Sequence[int], step: int, root: Path) -> str:
     return f"steps {', '.join(map(str, others[-8:]))} in {root} are untouched"
 
 
-def _image(opened: Any, part: int) -> Any:
-    image = opened.images[part]
-    return image.path if image is not None else None
+def _restore_plan(source: Source, placement: Placement, options: RestoreOptions) -> RestorePlan:
+    leaves = source.contents.leaves
+    reads = source.reads(placement.wants, options.lane_nbytes)
+    return RestorePlan(
+        path=str(source.path),
+        nbytes=sum(nbytes for _, _, nbytes in reads),
+        reads=tuple(reads),
+        names=tuple(placement.names),
+        casts=tuple(placement.dtype),
+        missing=tuple(placement.missing),
+        unexpected=tuple(placement.unexpected),
+        shape=tuple(placement.shape),
+        structure=tuple(placement.structure),
+        tied=tuple((leaf.name, leaves[leaf.tie].name) for leaf in leaves if leaf.tie is not None),
+    )
 
 
 @contextlib.contextmanager

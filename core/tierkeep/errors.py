@@ -43,7 +43,10 @@ class TierkeepError(Exception):
     """Base of all errors of tierkeep."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.args, self.__dict__)
+        args = self.args
+        if isinstance(self, OSError) and self.filename is not None:
+            args = (*args, self.filename)  # OSError leaves it out of `args`
+        return _rebuild, (type(self), args, self.__dict__)
 
 
 class InvalidStateError(TierkeepError, ValueError):
@@ -166,6 +169,9 @@ class ClosedError(TierkeepError, RuntimeError):
 
 def _rebuild(cls: type[TierkeepError], args: tuple[Any, ...], facts: dict[str, Any]) -> TierkeepError:
     error = cls.__new__(cls, *args)
-    error.args = args
+    if isinstance(error, OSError):
+        OSError.__init__(error, *args)  # sets errno, strerror and filename, which are not in `__dict__`
+    else:
+        error.args = args
     error.__dict__.update(facts)
     return error

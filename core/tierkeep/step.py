@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .tiers.local_disk import LocalDisk
 
-__all__ = ["ITEM", "doomed", "list_steps", "resolve", "step_path", "temporary"]
+__all__ = ["ITEM", "doomed", "is_step_name", "list_steps", "resolve", "step_path", "temporary"]
 
 ITEM = "default"  # the item of a step, Orbax's name for the only one
 _STEP = re.compile(r"(0|[1-9]\d{0,18})\Z")
@@ -59,6 +59,10 @@ def doomed(path: Path) -> Path:
 def _short(name: str) -> str:
     """What of a name leaves room for an ending: file systems take 255 bytes."""
     return os.fsdecode(os.fsencode(name)[:200])
+
+
+def is_step_name(name: str) -> bool:
+    return _STEP.match(name) is not None
 
 
 def list_steps(disk: LocalDisk, root: Path) -> list[int]:

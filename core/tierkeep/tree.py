@@ -108,6 +108,7 @@ def walk(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ..
 def encode_key(key: Any) -> Any:
     """A dict key as a string or a tagged pair; distinct keys of any type stay distinct. Raises TypeError."""
     if type(key) is str:
+        key.encode()  # a lone surrogate has no UTF-8 form: UnicodeEncodeError, a ValueError
         return key
     if type(key) is bool or key is None:
         return "const", str(key)
@@ -172,8 +173,14 @@ def _decode(raw: Any, n_leaves: int, n_values: int, depth: int) -> Tree:
     node = Node(
         kind, name, tuple(map(_freeze, keys)), tuple(_decode(c, n_leaves, n_values, depth + 1) for c in children)
     )
-    for key in node.keys:
-        decode_key(key)
+    try:
+        distinct = len(set(map(decode_key, node.keys)))
+    except (TypeError, LookupError, ArithmeticError) as error:
+        raise ValueError(f"a key that is none: {error}") from error
+    if distinct != len(node.keys):
+        raise ValueError("a key that stands twice")
+    if kind == "deque" and name is not None and not (name.isdecimal() and len(name) < 19):
+        raise ValueError(f"a deque of length {name!r}")
     return node
 
 
@@ -182,6 +189,13 @@ def _freeze(key: Any) -> Any:
 
 
 # Plain values: JSON that says its type. Numbers that fit a 0-d array are leaves, not values.
+
+
+def _text(value: Any) -> str:
+    text = str(value)
+    text.encode()  # the path of a file can hold what has no UTF-8 form
+    return text
+
 
 _TAGGED: tuple[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
     ("bytes", bytes, lambda v: base64.b64encode(v).decode(), base64.b64decode),
@@ -197,13 +211,13 @@ _TAGGED: tuple[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]], ...
         lambda v: [v.days, v.seconds, v.microseconds],
         lambda v: datetime.timedelta(*map(int, v)),
     ),
-    ("path", pathlib.PurePath, str, pathlib.PurePath),
+    ("path", pathlib.PurePath, _text, pathlib.PurePath),
     ("decimal", decimal.Decimal, str, decimal.Decimal),
     ("fraction", fractions.Fraction, str, fractions.Fraction),
     ("uuid", uuid.UUID, str, uuid.UUID),
 )
 _ENCODERS = {cls: (tag, encode) for tag, cls, encode, _ in _TAGGED} | dict.fromkeys(
-    (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath), ("path", str)
+    (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath), ("path", _text)
 )
 _DECODERS = {tag: decode for tag, _, _, decode in _TAGGED}
 _SETS = {"set": set, "frozenset": frozenset}
@@ -215,6 +229,10 @@ def encode_value(value: Any) -> Any:
     if cls is str:
         value.encode()  # a lone surrogate has no UTF-8 form: UnicodeEncodeError, a ValueError
         return value
+    if cls is datetime.datetime or cls is datetime.time:
+        # Text of ISO 8601 keeps neither a zone's rules nor which of two repeated hours is meant.
+        if value.fold or type(value.tzinfo) not in (type(None), datetime.timezone):
+            return None
     if cls in _ENCODERS:
         tag, encode = _ENCODERS[cls]
         return {"t": tag, "v": encode(value)}
@@ -243,7 +261,7 @@ def decode_value(raw: Any) -> Any:
             return slice(*map(_decode_item, payload))
         if tag in _DECODERS:
             return _DECODERS[tag](payload)
-    except (TypeError, ArithmeticError) as error:
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise ValueError(f"a value tagged {tag!r} that is none: {error}") from error
     return payload  # another adapter's value (a torch dtype opened in JAX): its text
 
@@ -313,9 +331,11 @@ def container(value: Any) -> tuple[Node, tuple[Any, ...]] | None:
     name = f"{cls.__module__}.{cls.__qualname__}"
     if isinstance(value, tuple) and hasattr(cls, "_fields"):
         return Node("namedtuple", name, tuple(cls._fields), ()), tuple(value)
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = tuple(field.name for field in dataclasses.fields(value))
         return Node("dataclass", name, fields, ()), tuple(getattr(value, field) for field in fields)
+    if isinstance(value, NamedMapping):
+        name = value.type_name
     if isinstance(value, Mapping):
         return Node("mapping", name, tuple(map(encode_key, value)), ()), tuple(value.values())
     return None

@@ -33,7 +33,6 @@ class TorchAdapter:
     """The adapter of `tierkeep_torch`. Holds no state."""
 
     name = "torch"
-    orbax_type = "np.ndarray"
     in_place = True
 
     def expand(self, value: Any) -> Leaf | Branch | Stateful | Value | None:
@@ -45,7 +44,9 @@ class TorchAdapter:
                 return _sparse(value)
             return stage.leaf(value)
         if isinstance(value, torch.nn.Module):
-            return Stateful(value.state_dict(), None if _is_plain(value) else value.load_state_dict, in_place=True)
+            return _module(value)
+        if cls is _ExtraState:
+            return Stateful(value.state, value.take, in_place=False)
         if cls is torch.Size:
             return Branch(Node("tuple", "torch.Size", (), ()), tuple(value))
         if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
@@ -75,14 +76,8 @@ class TorchAdapter:
     def rebuild(self, node: Node, children: Sequence[Any]) -> Any:
         if node.kind == "tuple" and node.name == "torch.Size":
             return torch.Size(children)
-        if node.kind == "torch.sparse_coo":
-            indices, values, size, coalesced = children
-            return torch.sparse_coo_tensor(indices, values, size, is_coalesced=coalesced, check_invariants=True)
         layout = _LAYOUTS.get(node.kind)
-        if layout is not None:
-            compressed, plain, values, size = children
-            return torch.sparse_compressed_tensor(compressed, plain, values, size, layout=layout, check_invariants=True)
-        return None
+        return None if layout is None else _rebuild_sparse(layout, dict(zip(node.keys, children, strict=True)))
 
     def allocate(self, spec: LeafSpec, device: Any) -> Destination:
         return place.allocate(spec, device)
@@ -94,13 +89,65 @@ class TorchAdapter:
 
 
 def _sparse(value: torch.Tensor) -> Branch:
-    kind, keys = _SPARSE[value.layout]
+    """Its parts. The node's name is the size, so that it can be compared before anything is read."""
+    stage.check_class(value)
+    kind, parts = _SPARSE[value.layout]
+    keys: tuple[str, ...] = parts
     tensor = value.detach()
     if kind == "torch.sparse_coo":
         children: tuple[Any, ...] = (tensor._indices(), tensor._values(), tensor.shape, tensor.is_coalesced())
     else:
         children = (*(getattr(tensor, key)() for key in keys[:3]), tensor.shape)
-    return Branch(Node(kind, None, keys, ()), children, load=lambda restored: tensor.copy_(restored))
+    mark = stage.mark(value)
+    if mark is not None:
+        keys, children = (*keys, "mark"), (*children, mark)
+
+    def load(restored: torch.Tensor) -> None:
+        with torch.no_grad():
+            if value.layout is not torch.sparse_coo:  # copy_ takes the number of elements as it is
+                value.resize_as_sparse_(restored)
+            value.copy_(restored)
+
+    return Branch(Node(kind, str(tuple(tensor.shape)), keys, ()), children, load=load)
+
+
+def _rebuild_sparse(layout: torch.layout, parts: dict[Any, Any]) -> torch.Tensor:
+    values, size = parts["values"], parts["size"]
+    if layout is torch.sparse_coo:
+        made = torch.sparse_coo_tensor(
+            parts["indices"], values, size, is_coalesced=parts["coalesced"], check_invariants=True
+        )
+    else:
+        first, second = (parts[key] for key in _SPARSE[layout][1][:2])
+        made = torch.sparse_compressed_tensor(first, second, values, size, layout=layout, check_invariants=True)
+    return place.marked(made, parts.get("mark"))
+
+
+class _ExtraState:
+    """What a module's `get_extra_state` gave: restored as it was saved, whatever the module holds now."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def take(self, state: Any) -> None:
+        self.state = state
+
+
+def _module(module: torch.nn.Module) -> Stateful:
+    state = module.state_dict()
+    if _is_plain(module):
+        return Stateful(state, None, in_place=True)
+    for key in state:
+        if key.rpartition(".")[2] == "_extra_state":
+            state[key] = _ExtraState(state[key])
+
+    def load(restored: dict[str, Any]) -> None:
+        for key, value in restored.items():
+            if type(value) is _ExtraState:
+                restored[key] = value.state
+        module.load_state_dict(restored)
+
+    return Stateful(state, load, in_place=True)
 
 
 def _is_plain(module: torch.nn.Module) -> bool:

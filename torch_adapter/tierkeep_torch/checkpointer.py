@@ -101,9 +101,20 @@ class Checkpointer(core.Checkpointer):
         options: RestoreOptions | None = None,
         **relaxations: Any,
     ) -> Any:
-        """The state of `step` (the newest if None), as `load` gives it. `into` and the rest are as there."""
-        target = NOTHING if into is None else into
-        return super().restore(step, target, keys=keys, device=device, dry_run=dry_run, options=options, **relaxations)
+        """The state of `step` (the newest if None), as `load` gives it. `into` and the rest are as there.
+
+        Raises CheckpointNotFoundError if there is no such step, MismatchError listing every difference, and
+        CorruptCheckpointError listing every damaged leaf.
+        """
+        return self._restore(
+            step,
+            NOTHING if into is None else into,
+            keys=keys,
+            device=device,
+            dry_run=dry_run,
+            options=options,
+            relaxations=relaxations,
+        )
 
     def save(
         self, step: int, state: Any, *, overwrite: bool = False, metrics: Mapping[str, Any] | None = None

@@ -14,23 +14,28 @@ from tierkeep.memory.buffers import HUGE_NBYTES, advise_huge
 
 from .stage import _INTS, _numpy_int, check_kind, dtype_name, host_bits
 
-__all__ = ["allocate", "destination"]
+__all__ = ["allocate", "destination", "marked"]
 
 
 def allocate(spec: LeafSpec, device: Any) -> Destination:
     """A new tensor on `device`, the CPU if None. Raises TypeError if torch has no such dtype."""
     dtype = _torch_dtype(spec.dtype)
+    if device is not None and torch.device(device).type == "meta":
+        raise TypeError("a meta tensor holds no data: name a device that has memory")
     tensor = torch.empty(spec.shape, dtype=dtype, device=device)
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes >= HUGE_NBYTES and tensor.is_cpu:
         advise_huge(tensor.data_ptr(), nbytes)
 
-    def finish() -> torch.Tensor:
-        if spec.ext in ("parameter", "frozen"):
-            return torch.nn.Parameter(tensor, requires_grad=spec.ext == "parameter")
-        return tensor.requires_grad_() if spec.ext == "requires_grad" else tensor
+    region = Region(Box.whole(spec.shape), _bit_sink(tensor))
+    return Destination(spec, (region,), lambda: marked(tensor, spec.ext))
 
-    return Destination(spec, (Region(Box.whole(spec.shape), _bit_sink(tensor)),), finish)
+
+def marked(tensor: torch.Tensor, mark: str | None) -> torch.Tensor:
+    """A new tensor with the mark that `stage.mark` found."""
+    if mark in ("parameter", "frozen"):
+        return torch.nn.Parameter(tensor, requires_grad=mark == "parameter")
+    return tensor.requires_grad_() if mark == "requires_grad" else tensor
 
 
 def destination(target: torch.Tensor, stored: LeafSpec) -> Destination:
@@ -38,10 +43,12 @@ def destination(target: torch.Tensor, stored: LeafSpec) -> Destination:
     check_kind(target)
     if target.is_conj() or target.is_neg():
         raise TypeError("a lazily conjugated or negated tensor cannot be restored into")
-    if any(stride == 0 and length > 1 for stride, length in zip(target.stride(), target.shape, strict=True)):
-        raise TypeError("an expanded tensor cannot be restored into: its elements share memory")
+    if _overlaps(target):
+        raise TypeError("an expanded or overlapping tensor cannot be restored into: its elements share memory")
     data = target.detach()
     name = dtype_name(target.dtype).name
+    if stored.dtype != name:
+        _check_cast(_torch_dtype(stored.dtype), target.dtype)
     spec = LeafSpec("array", name, tuple(target.shape))
     sink = _bit_sink(data) if stored.dtype == name else _cast_sink(data, stored.dtype)
 
@@ -52,6 +59,28 @@ def destination(target: torch.Tensor, stored: LeafSpec) -> Destination:
 
     memory = (data.data_ptr(), data.stride(), data.device) if data.numel() else None
     return Destination(spec, (Region(Box.whole(spec.shape), sink),), finish, memory)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    if tensor.is_contiguous():
+        return False
+    reach = 0
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (length - 1)
+    return False
+
+
+def _check_cast(stored: torch.dtype, own: torch.dtype) -> None:
+    """Raises TypeError if torch cannot convert, or only by dropping the imaginary parts."""
+    if stored.is_complex and not own.is_complex:
+        raise TypeError(f"{stored} in the checkpoint cannot be converted to {own}")
+    try:
+        torch.empty(1, dtype=own).copy_(torch.empty(1, dtype=torch.uint8).new_zeros(stored.itemsize).view(stored))
+    except (RuntimeError, NotImplementedError) as error:
+        raise TypeError(f"{stored} in the checkpoint cannot be converted to {own}") from error
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -11,28 +11,10 @@ import torch
 from tierkeep.format import dtypes
 from tierkeep.leaf import ArrayShard, Box, Leaf, Shard
 
-__all__ = ["TensorShard", "check_kind", "dtype_name", "host_bits", "leaf"]
+__all__ = ["TensorShard", "check_class", "check_kind", "dtype_name", "host_bits", "leaf", "mark"]
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-_IN_NUMPY = frozenset(
-    [
-        "bool",
-        "int8",
-        "uint8",
-        "int16",
-        "uint16",
-        "int32",
-        "uint32",
-        "int64",
-        "uint64",
-        "float16",
-        "float32",
-        "float64",
-        "complex64",
-        "complex128",
-    ]
-)
 _NAMES: dict[torch.dtype, dtypes.Dtype] = {}
 
 
@@ -64,7 +46,7 @@ def leaf(tensor: torch.Tensor) -> Leaf:
         return _uncommon_leaf(tensor)
     shape = array.shape
     tie = (data.data_ptr(), dtype.name, shape, array.strides) if array.size else None
-    return Leaf("array", dtype.name, shape, (ArrayShard(Box.whole(shape), array),), tie, _mark(tensor))
+    return Leaf("array", dtype.name, shape, (ArrayShard(Box.whole(shape), array),), tie, mark(tensor))
 
 
 def _uncommon_leaf(tensor: torch.Tensor) -> Leaf:
@@ -78,10 +60,11 @@ def _uncommon_leaf(tensor: torch.Tensor) -> Leaf:
     else:
         shard = TensorShard(box, data.view(_INTS[dtype.itemsize]))
     tie = (data.data_ptr(), dtype.name, box.shape, data.stride(), data.device) if data.numel() else None
-    return Leaf("array", dtype.name, box.shape, (shard,), tie, _mark(tensor))
+    return Leaf("array", dtype.name, box.shape, (shard,), tie, mark(tensor))
 
 
-def _mark(tensor: torch.Tensor) -> str | None:
+def mark(tensor: torch.Tensor) -> str | None:
+    """What is more to a tensor than its elements: a parameter, frozen or not, or one that asks for gradients."""
     if type(tensor) is torch.nn.Parameter:
         return "parameter" if tensor.requires_grad else "frozen"
     return "requires_grad" if tensor.requires_grad and tensor.is_leaf else None
@@ -89,17 +72,22 @@ def _mark(tensor: torch.Tensor) -> str | None:
 
 def check_kind(tensor: torch.Tensor) -> None:
     """Raises TypeError for a tensor that has no plain elements of its own."""
-    cls = type(tensor)
-    if cls not in _TENSORS:
-        raise TypeError(
-            f"a tensor subclass {cls.__module__}.{cls.__qualname__} is not kept: save the plain tensors it is made of"
-        )
+    check_class(tensor)
     if tensor.is_meta:
         raise TypeError("a meta tensor has no data: materialise it first")
     if tensor.is_quantized:
         raise TypeError("a quantized tensor is not kept: save int_repr() with its scale and zero point")
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise TypeError(f"a tensor of layout {tensor.layout} is not kept: convert it to a strided one")
+
+
+def check_class(tensor: torch.Tensor) -> None:
+    """Raises TypeError for a tensor of a class that is not torch's own."""
+    cls = type(tensor)
+    if cls not in _TENSORS:
+        raise TypeError(
+            f"a tensor subclass {cls.__module__}.{cls.__qualname__} is not kept: save the plain tensors it is made of"
+        )
 
 
 def dtype_name(dtype: torch.dtype) -> dtypes.Dtype:
@@ -109,17 +97,48 @@ def dtype_name(dtype: torch.dtype) -> dtypes.Dtype:
         try:
             found = _NAMES[dtype] = dtypes.lookup(str(dtype).removeprefix("torch."))
         except KeyError:
-            raise TypeError(f"a tensor of dtype {dtype} cannot be kept exactly") from None
+            way_out = ": save int_repr() with its scale and zero point" if str(dtype).startswith("torch.q") else ""
+            raise TypeError(f"a tensor of dtype {dtype} cannot be kept exactly{way_out}") from None
     return found
+
+
+class _Memory:
+    """Memory that numpy can look at and that stays while it does."""
+
+    __slots__ = ("__array_interface__", "owner")
+
+    def __init__(self, owner: torch.Tensor, interface: dict[str, Any]) -> None:
+        self.owner = owner
+        self.__array_interface__ = interface
+
+
+_TYPES = {width: dtypes.bits(width).str for width in _INTS}
 
 
 def host_bits(tensor: torch.Tensor, dtype: dtypes.Dtype) -> np.ndarray[Any, Any]:
     """A CPU tensor's memory as a numpy array of `bits` dtype, same shape and strides, nothing copied.
 
-    Raises RuntimeError or TypeError for a tensor that numpy cannot see.
+    Not by `tensor.numpy()`: that marks the storage as not resizable for ever, and FSDP resizes its parameters'.
+    Raises TypeError for a tensor whose elements are not what its memory holds, ValueError for one without its memory.
     """
-    seen = tensor if dtype.name in _IN_NUMPY else tensor.view(_INTS[dtype.itemsize])
-    return seen.numpy().view(dtypes.bits(dtype.itemsize))
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        raise TypeError("its elements are not what its memory holds")
+    itemsize = dtype.itemsize
+    shape = tuple(tensor.shape)
+    strides, span = None, tensor.numel() * itemsize
+    if not tensor.is_contiguous():
+        strides = tuple([n * itemsize for n in tensor.stride()])
+        span = itemsize + sum([(n - 1) * stride for n, stride in zip(shape, strides, strict=True)])
+    if span and tensor.storage_offset() * itemsize + span > tensor.untyped_storage().nbytes():
+        raise ValueError("the tensor's storage is smaller than the tensor: it was freed or resized")
+    interface = {
+        "shape": shape,
+        "typestr": _TYPES[itemsize],
+        "data": (tensor.data_ptr(), False),
+        "strides": strides,
+        "version": 3,
+    }
+    return np.asarray(_Memory(tensor, interface))
 
 
 def _numpy_int(itemsize: int) -> np.dtype[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-__all__ = ["Dtype", "bits", "dtype_of_numpy", "lookup", "numpy_dtype"]
+__all__ = ["NAMES", "Dtype", "bits", "dtype_of_numpy", "lookup", "numpy_dtype"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,8 @@ def _fill(name: str) -> Any:
 _TABLE = {name: Dtype(name, width, name, _fill(name)) for width, names in _NATIVE.items() for name in names.split()} | {
     name: Dtype(name, width, f"uint{8 * width}", 0) for width, names in _AS_BITS.items() for name in names.split()
 }
+
+NAMES = tuple(_TABLE)
 
 # complex128 has no unsigned integer of its width; a same-dtype copy of it keeps every bit.
 _BITS = {width: np.dtype(f"u{width}") for width in (1, 2, 4, 8)} | {16: np.dtype("complex128")}

@@ -39,7 +39,7 @@ PRNG = "prng:"  # mark of a leaf that is the data of a random key
 CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
 _STANDARD_HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
 _EMPTY = {"list": "List", "tuple": "Tuple", "deque": "List", "namedtuple": "NamedTuple"}
-_SCALARS = frozenset({"bool", "int", "float", "complex"})
+_SCALARS = frozenset({"bool", "int", "float"})  # Orbax refuses a Python complex, but takes a 0-d array
 
 
 def metadata(tree: Tree, leaves: Sequence[Leaf]) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..leaf import LeafSpec
-from ..tree import Tree, decode_tree
+from ..tree import Tree, decode_tree, decode_value
 from . import dtypes
 from .checksum import crc32c, seal, unseal
 
@@ -35,6 +35,8 @@ WHOLE = "tierkeep.json"
 PART = "part.json"
 VERSION = 1
 _T = TypeVar("_T")
+_MOST_AXES = 64  # numpy's limit
+_SCALARS = {"bool": "bool", "int": "int64", "float": "float64", "complex": "complex128", "npscalar": None}
 _HEX = re.compile(r"[0-9a-f]{32}\Z")
 
 
@@ -65,7 +67,7 @@ class ChunkRecord:
 
     offset: int
     crcs: tuple[int, ...]
-    """Running crc32c at every block boundary and at the end."""
+    """Running crc32c at every block boundary and at the end; empty where none was recorded (others' files)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,8 @@ class Whole:
     values: tuple[Any, ...]
     parts: tuple[tuple[str, int, int], ...]
     """Directory, size and crc32c of each part's record."""
+    text_keys: bool = False
+    """Keys are kept with their types."""
 
 
 def encode_part(
@@ -155,6 +159,8 @@ def parse_whole(data: bytes) -> Whole:
     leaves_raw = _get(structure, "leaves", list)
     values = _get(raw, "values", list)
     leaves = tuple(_leaf(number, row) for number, row in enumerate(leaves_raw))
+    for value in values:
+        decode_value(value)
     for leaf in leaves:
         if leaf.tie is not None:
             owner = leaves[leaf.tie]
@@ -234,6 +240,10 @@ def _leaf(number: int, row: Any) -> LeafRecord:
     if tie is not None and not 0 <= _number(tie) < number:
         raise ValueError(f"leaf {name!r} is tied to leaf {tie}")
     lengths, edges = tuple(map(_number, shape)), tuple(map(_number, chunk))
+    if len(lengths) > _MOST_AXES or math.prod(n or 1 for n in lengths) * dtypes.lookup(dtype).itemsize >= 2**63:
+        raise ValueError(f"leaf {name!r} of a shape that no array has")
+    if kind in _SCALARS and (lengths or dtype != (_SCALARS[kind] or dtype)):
+        raise ValueError(f"leaf {name!r} is a {kind} of dtype {dtype} and shape {lengths}")
     if 0 in edges:
         raise ValueError(f"leaf {name!r} has chunks of no length")
     grid = tuple(-(-n // c) for n, c in zip(lengths, edges, strict=True))

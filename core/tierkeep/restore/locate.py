@@ -1,125 +1,127 @@
-"""Locate: from a path to an opened checkpoint whose records are verified and cover every byte they promise."""
+"""Locate: from a path to an opened source, its format found from the content."""
 
 from __future__ import annotations
 
 import contextlib
-import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
-from ..format.checksum import crc32c
+from ..errors import CheckpointNotFoundError, UnsupportedFormatError
 from ..format.orbax_metadata import METADATA
-from ..format.part import PART, VERSION, WHOLE, Part, UnsupportedVersion, Whole, parse_part, parse_whole
-from ..save.commit import DATA
-from ..step import ITEM
+from ..format.part import WHOLE
+from ..save.commit import MANIFEST
+from ..step import ITEM, is_step_name
+from .opened import open_checkpoint
+from .source import Stored
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from ..tiers.local_disk import ImageReader, LocalDisk
+    from ..tiers.local_disk import LocalDisk
+    from .source import Source
 
-__all__ = ["Opened", "find_item", "open_checkpoint"]
+__all__ = ["find_item", "open_source"]
 
-_RECORD_LIMIT = 1 << 31  # bytes; no record of a real state comes near
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A checkpoint ready to be read: its records agree, and its images have the sizes they should."""
-
-    path: Path
-    """The item directory."""
-    whole: Whole
-    parts: tuple[Part, ...]
-    images: tuple[ImageReader | None, ...]
-    """One for each part; None for a part without bytes."""
-    held_by: tuple[dict[int, int], ...]
-    """For each leaf: grid number to part."""
-
-
-def find_item(disk: LocalDisk, path: Path) -> Path:
-    """The item directory at `path`, which may be the item itself or a step with the one item.
-
-    Raises CheckpointNotFoundError naming what was looked for, UnsupportedFormatError for one of another make.
-    """
-    for item in (path, path / ITEM):
-        if disk.exists(item / WHOLE):
-            return item
-    for item in (path, path / ITEM):
-        if disk.exists(item / METADATA):
-            raise UnsupportedFormatError(str(item), "an Orbax checkpoint without tierkeep.json", "its own checkpoints")
-    raise CheckpointNotFoundError(str(path), f"{WHOLE} in it and in {ITEM}/")
+_ZARR = ("zarr.json", ".zarray", ".zgroup", MANIFEST)
+_LOOKED_FOR = (
+    f"a checkpoint directory ({WHOLE}, or Orbax's {METADATA}) in it and in {ITEM}/, zarr arrays or an OCDBT database, "
+    "a .safetensors file or index, a torch.save file"
+)
+_DIRECTORIES = 200
+_ZIP = b"PK\x03\x04"
+_PICKLE = b"\x80\x02"
 
 
 @contextlib.contextmanager
-def open_checkpoint(disk: LocalDisk, path: Path, *, direct: bool, holds: str) -> Iterator[Opened]:
-    """Opens the checkpoint whose item directory is `path`; closes its files at the end.
+def open_source(disk: LocalDisk, path: Path, *, direct: bool, holds: str) -> Iterator[Source]:
+    """Opens whatever checkpoint is at `path`; closes its files at the end.
 
-    Raises CorruptCheckpointError naming the file for a record that is damaged, a part that is missing or another
-    checkpoint's, an image that is missing or of another size, and chunks that no part holds. Nothing is allocated by
-    what a record declares before that is checked.
+    Raises CheckpointNotFoundError naming what was looked for, UnsupportedFormatError for a format that is known but
+    not read, CorruptCheckpointError naming the file for one that is damaged.
     """
-    whole = _read_whole(disk, path, holds)
-    parts: list[Part] = []
-    findings: list[str] = []
+    if not disk.exists(path):
+        raise CheckpointNotFoundError(str(path), "anything at that path", holds)
     with contextlib.ExitStack() as stack:
-        images: list[ImageReader | None] = []
-        for name, nbytes, crc in whole.parts:
-            try:
-                data = disk.read_file(path / name / PART, _RECORD_LIMIT)
-                if len(data) != nbytes or crc32c(data) != crc:
-                    raise ValueError("it is not the record that was committed")
-                part = parse_part(data, whole)
-                parts.append(part)
-                images.append(_open_image(disk, path / name / DATA, part, direct, stack))
-            except FileNotFoundError as error:
-                findings.append(f"missing: {error.filename}")
-            except ValueError as error:
-                findings.append(f"{path / name / PART}: {error}")
-        if findings:
-            raise CorruptCheckpointError(str(path), findings, holds)
-        yield Opened(path, whole, tuple(parts), tuple(images), _cover(path, whole, parts, holds))
+        if disk.is_dir(path):
+            yield _open_directory(disk, path, direct, holds, stack)
+        else:
+            yield _open_file(disk, path, direct, holds, stack)
 
 
-def _read_whole(disk: LocalDisk, path: Path, holds: str) -> Whole:
-    try:
-        return parse_whole(disk.read_file(path / WHOLE, _RECORD_LIMIT))
-    except FileNotFoundError:
-        raise CheckpointNotFoundError(str(path), WHOLE, holds) from None
-    except UnsupportedVersion as error:
-        raise UnsupportedFormatError(str(path / WHOLE), str(error), f"version {VERSION}") from error
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(str(path), [f"{path / WHOLE}: {error}"], holds) from error
+def find_item(disk: LocalDisk, path: Path) -> Path | None:
+    """The item directory at `path`: itself, its item of the usual name, or its only one; None if there is none.
+
+    Raises CheckpointNotFoundError, naming them, if there are several to choose from.
+    """
+    for item in (path, path / ITEM):
+        if _is_item(disk, item):
+            return item
+    items = [entry.name for entry in disk.list_dir(path) if entry.is_dir() and _is_item(disk, path / entry.name)]
+    if len(items) == 1:
+        return path / items[0]
+    if items and not all(is_step_name(name) for name in items):
+        raise CheckpointNotFoundError(str(path), f"one item, but it holds {', '.join(sorted(items))}: name one")
+    return None
 
 
-def _open_image(
-    disk: LocalDisk, path: Path, part: Part, direct: bool, stack: contextlib.ExitStack
-) -> ImageReader | None:
-    if not part.image:
-        if part.image_nbytes:
-            raise ValueError(f"{part.image_nbytes} bytes without an image")
-        return None
-    image = disk.open_image(path / part.image, direct=direct)
-    stack.callback(image.close)
-    if image.nbytes != part.image_nbytes:
-        raise ValueError(f"image {part.image} has {image.nbytes} bytes, not {part.image_nbytes}")
-    return image
+def _is_item(disk: LocalDisk, path: Path) -> bool:
+    return disk.exists(path / WHOLE) or disk.exists(path / METADATA)
 
 
-def _cover(path: Path, whole: Whole, parts: list[Part], holds: str) -> tuple[dict[int, int], ...]:
-    """Which part holds each chunk. Every chunk of every leaf must be held, and no image by more than its size."""
-    held: tuple[dict[int, int], ...] = tuple({} for _ in whole.leaves)
-    findings: list[str] = []
-    for number, part in enumerate(parts):
-        if sum(whole.leaves[leaf].chunk_nbytes for leaf, _ in part.chunks) > part.image_nbytes:
-            findings.append(f"part {number} declares more bytes than its image has")
-        for leaf, place in part.chunks:
-            held[leaf].setdefault(place, number)
-    for leaf, record in enumerate(whole.leaves):
-        if record.tie is None and len(held[leaf]) != math.prod(record.grid):
-            findings.append(f"leaf {record.name!r}: {len(held[leaf])} of {math.prod(record.grid)} chunks are stored")
-    if findings:
-        raise CorruptCheckpointError(str(path), findings, holds)
-    return held
+def _open_directory(disk: LocalDisk, path: Path, direct: bool, holds: str, stack: contextlib.ExitStack) -> Source:
+    item = find_item(disk, path)
+    if item is not None and disk.exists(item / WHOLE):
+        return Stored(stack.enter_context(open_checkpoint(disk, item, direct=direct, holds=holds)))
+    # Only needed for what others wrote: opening our own takes neither the time nor the memory of TensorStore.
+    from .foreign import orbax, safetensors
+
+    if item is not None:
+        return orbax.open_orbax(disk, item, holds)
+    names = sorted(entry.name for entry in disk.list_dir(path))
+    indexes = [name for name in names if name.endswith(safetensors.INDEX_SUFFIX)]
+    tensors = [name for name in names if name.endswith(".safetensors")]
+    if len(indexes) == 1 or (not indexes and len(tensors) == 1):
+        file = path / (indexes or tensors)[0]
+        return stack.enter_context(safetensors.open_safetensors(disk, file, direct=direct, holds=holds))
+    steps = [name for name in names if is_step_name(name)]
+    if steps and not any(mark in names for mark in _ZARR):
+        last = max(steps, key=int)
+        raise CheckpointNotFoundError(str(path), f"one checkpoint, but it is a root of steps: name one, such as {last}")
+    if _holds_zarr(disk, path):
+        found = orbax.open_zarr(disk, path, holds)
+        if found is not None:
+            return found
+    if ".metadata" in names:
+        raise UnsupportedFormatError(str(path), "a torch.distributed.checkpoint directory", "its own and Orbax's")
+    raise CheckpointNotFoundError(str(path), _LOOKED_FOR, holds)
+
+
+def _holds_zarr(disk: LocalDisk, path: Path) -> bool:
+    """Whether zarr metadata stands in the directory or near below it; looks at no more than `_DIRECTORIES`."""
+    waiting = [path]
+    for _ in range(_DIRECTORIES):
+        if not waiting:
+            return False
+        entries = disk.list_dir(waiting.pop(0))
+        if any(entry.name in _ZARR for entry in entries):
+            return True
+        waiting += [path / entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+    return False
+
+
+def _open_file(disk: LocalDisk, path: Path, direct: bool, holds: str, stack: contextlib.ExitStack) -> Source:
+    from .foreign import safetensors
+
+    head = disk.read_head(path, 16)
+    if path.name.endswith(safetensors.INDEX_SUFFIX) or safetensors.is_safetensors(head, disk.size(path)):
+        return stack.enter_context(safetensors.open_safetensors(disk, path, direct=direct, holds=holds))
+    if head.startswith((_ZIP, _PICKLE)):
+        # The one format whose reader needs its framework: torch's own loader, which takes only what torch calls safe.
+        try:
+            torch_save: Any = importlib.import_module("tierkeep_torch.torch_save")
+        except ImportError as error:
+            raise UnsupportedFormatError(str(path), "a torch.save file", "them with torch installed") from error
+        source: Source = torch_save.open_torch_save(path)
+        return source
+    raise CheckpointNotFoundError(str(path), _LOOKED_FOR, holds)

@@ -23,8 +23,8 @@ from ..leaf import Box, LeafSpec
 from ..tree import NamedMapping, Node, Tree, Value, decode_key, decode_value, is_sequence, join, rebuild, walk
 
 if TYPE_CHECKING:
-    from ..format.part import Whole
     from ..options import RestoreOptions
+    from .source import Contents
 
 __all__ = ["NOTHING", "Placement", "allocate_numpy", "numpy_sink", "place"]
 
@@ -62,7 +62,7 @@ class Placement:
 
 
 def place(
-    whole: Whole,
+    whole: Contents,
     target: Any,
     adapter: Adapter,
     options: RestoreOptions,
@@ -137,7 +137,7 @@ def _pruned(tree: Tree, selected: set[str], path: tuple[Any, ...]) -> Tree:
 class _Placer:
     def __init__(
         self,
-        whole: Whole,
+        whole: Contents,
         adapter: Adapter,
         options: RestoreOptions,
         device: Any,
@@ -236,6 +236,8 @@ class _Placer:
             return self.match_leaf(target, destination, tree, path)
         if isinstance(branch, Stateful):
             return self.match_stateful(target, branch, tree, path)
+        if tree is None and branch is not None and not branch.children and self.whole.text_keys:
+            return lambda: target  # Orbax writes None for a named tuple without fields
         if branch is not None and branch.load is not None:
             return self.match_loaded(target, branch, tree, path)
         sequences = branch is not None and is_sequence(branch.node.kind)
@@ -245,7 +247,9 @@ class _Placer:
             return self.match_plain(target, branch, tree, path)
         # A selection can leave a mapping from places of what was a sequence: it fits a sequence too.
         if not isinstance(tree, Node) or (
-            self.selected is None and is_sequence(branch.node.kind) != is_sequence(tree.kind)
+            self.selected is None
+            and not self.whole.text_keys
+            and is_sequence(branch.node.kind) != is_sequence(tree.kind)
         ):
             self.placement.structure.append(f"{join(path)}: {self.told(tree)} for a target of {_kind(target)}")
             return lambda: target
@@ -336,18 +340,24 @@ class _Placer:
         steps = list(range(len(branch.children))) if sequence else [decode_key(k) for k in branch.node.keys]
         saved: Mapping[Any, Tree] = dict(zip(self.steps(tree), tree.children, strict=True))
         children: list[tuple[Any, Finish]] = []
+        if self.whole.text_keys:
+            saved = {str(step): child for step, child in saved.items()}
+        known = {self.known_as(step) for step in steps}
         for step, child in zip(steps, branch.children, strict=True):
-            if step in saved:
-                children.append((step, self.match(child, saved[step], (*path, step))))
+            key = self.known_as(step)
+            if key in saved:
+                children.append((step, self.match(child, saved[key], (*path, step))))
             else:
                 if self.selected is None:
                     self.placement.missing += self.names_below(child, (*path, step))
                 children.append((step, lambda child=child: child))  # type: ignore[misc]
-        known = set(steps)
         for step, child_tree in saved.items():
             if step not in known:
                 self.placement.unexpected += [join((*path, step, *p)) for p, _, _ in walk(child_tree)]
         return lambda: _remake(target, branch, [(step, finish()) for step, finish in children], self.adapter)
+
+    def known_as(self, step: Any) -> Any:
+        return str(step) if self.whole.text_keys else step
 
     def names_below(self, value: Any, path: tuple[Any, ...]) -> list[str]:
         try:

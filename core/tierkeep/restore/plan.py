@@ -11,9 +11,10 @@ from ..options import PAGE
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ..format.part import LeafRecord, Part, Whole
+    from ..format.part import LeafRecord, Part
+    from .source import Contents
 
-__all__ = ["Copy", "Read", "Segment", "plan_reads"]
+__all__ = ["Copy", "Read", "Segment", "least_lane", "plan_reads"]
 
 _GAP_NBYTES = 64 * 1024  # two ranges this close are read as one: the gap costs less than another request
 
@@ -53,8 +54,17 @@ class Read(NamedTuple):
     segments: tuple[Segment, ...]
 
 
+def least_lane(
+    whole: Contents, parts: Sequence[Part], held_by: Sequence[dict[int, int]], wants: Sequence[tuple[int, Box]]
+) -> int:
+    """The least lane that holds what must be verified at once: two blocks, or the chunk if that is smaller."""
+    block = max((part.block_nbytes for part in parts), default=0)
+    largest = max((whole.leaves[leaf].chunk_nbytes for leaf, _ in wants), default=0)
+    return -(-min(2 * block, largest) // PAGE) * PAGE + 2 * PAGE
+
+
 def plan_reads(
-    whole: Whole,
+    whole: Contents,
     parts: Sequence[Part],
     held_by: Sequence[dict[int, int]],
     wants: Sequence[tuple[int, Box]],
@@ -63,13 +73,14 @@ def plan_reads(
     """Covers every wanted `(leaf, box)` with reads of at most `lane_nbytes`, in file order.
 
     A byte wanted several times is read once, unless its chunk is larger than a lane. Leaves are owners, not ties.
+    `lane_nbytes` is at least `least_lane`.
     """
     copies: dict[tuple[int, int], list[tuple[int, int, Copy]]] = {}
     for want, (leaf, box) in enumerate(wants):
         record = whole.leaves[leaf]
         if box.shape == record.chunk and not any(box.start) and record.chunk_nbytes <= lane_nbytes - 2 * PAGE:
             # The first chunk whole, the usual case of small leaves: the general way below comes to the same.
-            blocks = len(parts[held_by[leaf][0]].chunks[leaf, 0].crcs)
+            blocks = -(-record.chunk_nbytes // parts[held_by[leaf][0]].block_nbytes)
             copies.setdefault((leaf, 0), []).append((0, blocks, Copy(want, box, box)))
             continue
         for number, origin in _chunks(record, box):
@@ -78,7 +89,11 @@ def plan_reads(
                 continue
             inside = found.shifted(origin)
             block = parts[held_by[leaf][number]].block_nbytes
-            for piece in _bisect(inside, record, lane_nbytes - 2 * block - 2 * PAGE):
+            # A piece of `most` bytes touches at most two blocks more than it fills. A chunk that fits is not cut.
+            most = max(lane_nbytes - 2 * block - 2 * PAGE, block)
+            if record.chunk_nbytes <= lane_nbytes - 2 * PAGE:
+                most = record.chunk_nbytes
+            for piece in _bisect(inside, record, most):
                 at = Box(tuple(o + s - b for o, s, b in zip(origin, piece.start, box.start, strict=True)), piece.shape)
                 low, high = _span(piece, record)
                 copies.setdefault((leaf, number), []).append((low // block, -(-high // block), Copy(want, piece, at)))
@@ -137,12 +152,12 @@ def _segments(
 ) -> Iterator[Segment]:
     """Joins the block ranges of one chunk that overlap or touch, as far as a lane can hold them."""
     offset, block = part.chunks[leaf, number].offset, part.block_nbytes
-    most = (lane_nbytes - 2 * PAGE) // block
+    most = lane_nbytes - 2 * PAGE
     copies.sort(key=lambda item: item[:2])
     group: list[Copy] = []
     first = last = -1
     for low, high, copy in copies:
-        if group and (low > last or max(high, last) - first > most):
+        if group and (low > last or min(max(high, last) * block, record.chunk_nbytes) - first * block > most):
             yield _segment(leaf, number, record, offset, block, first, last, group)
             group = []
         if not group:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ..adapter import Sink
     from ..memory.buffers import Buffers
-    from .locate import Opened
+    from .opened import Opened
     from .plan import Read, Segment
 
 __all__ = ["execute_reads"]
@@ -68,6 +68,8 @@ def _first_damaged(opened: Opened, part: int, segment: Segment, data: memoryview
     """Where in the image the first block that does not verify begins; None if all do."""
     block = opened.parts[part].block_nbytes
     crcs = opened.parts[part].chunks[segment.leaf, segment.number].crcs
+    if not crcs:
+        return None
     value = crcs[segment.first - 1] if segment.first else 0
     for number in range(segment.blocks):
         at = number * block

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..tiers.local_disk import LocalDisk
     from .plan import SavePlan
 
-__all__ = ["DATA", "Draft", "commit_part", "commit_whole", "is_checkpoint", "publish", "retire"]
+__all__ = ["DATA", "MANIFEST", "Draft", "commit_part", "commit_whole", "is_checkpoint", "publish", "retire"]
 
 MANIFEST = "manifest.ocdbt"
 DATA = "d"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ..adapter import Snapshot
 
-__all__ = ["Batch", "Extent", "LeafPlan", "PlanCache", "SavePlan", "chunk_shape", "plan_save"]
+__all__ = ["Batch", "Extent", "LeafPlan", "PlanCache", "SavePlan", "chunk_shape", "leaf_names", "plan_save", "ties"]
 
 _CRC_NBYTES = 4
 _SMALL_STEP = 64  # bytes; chunks below a page are packed at this step
@@ -125,10 +125,10 @@ def _structure_key(snapshot: Snapshot) -> Any:
         (leaf.kind, leaf.dtype, leaf.shape, leaf.ext, leaf.sharding, tuple((s.box, s.replica) for s in leaf.shards))
         for leaf in snapshot.leaves
     )
-    return snapshot.tree, leaves, _ties(snapshot)
+    return snapshot.tree, leaves, ties(snapshot)
 
 
-def _ties(snapshot: Snapshot) -> tuple[tuple[int, int], ...]:
+def ties(snapshot: Snapshot) -> tuple[tuple[int, int], ...]:
     """(later leaf, first leaf) for every leaf that is the same memory as an earlier one."""
     first: dict[Any, int] = {}
     ties = []
@@ -142,8 +142,8 @@ def _ties(snapshot: Snapshot) -> tuple[tuple[int, int], ...]:
 
 def plan_save(snapshot: Snapshot, options: SaveOptions) -> SavePlan:
     """Lays out every leaf. Raises InvalidStateError for names that collide and shards that do not tile their array."""
-    names, value_names = _names(snapshot.tree)
-    tied = dict(_ties(snapshot))
+    names, value_names = leaf_names(snapshot.tree)
+    tied = dict(ties(snapshot))
     leaves: list[LeafPlan] = []
     chunks: list[tuple[int, int, int, int, Box]] = []  # leaf, number, nbytes, shard, part
     nbytes = 0
@@ -197,7 +197,7 @@ def _json(value: Any) -> bytes:
     return msgspec.json.encode(value)
 
 
-def _names(tree: Tree) -> tuple[dict[int, str], dict[int, str]]:
+def leaf_names(tree: Tree) -> tuple[dict[int, str], dict[int, str]]:
     """Storage names of array leaves and of plain values, by number. No two leaves share one."""
     seen: dict[str, tuple[str, ...]] = {}
     leaves: dict[int, str] = {}
@@ -273,6 +273,11 @@ def _cover(
         return []
     chosen: dict[Box, int] = {}
     for number, shard in enumerate(shards):
+        begin, sizes = shard.box
+        if len(begin) != len(shape) or any(a < 0 or m < 0 or a + m > n for a, m, n in zip(begin, sizes, shape, strict=True)):
+            raise InvalidStateError(
+                f"leaf {name!r}: shard {shard.box} is not within {tuple(shape)}. Nothing was written."
+            )
         known = chosen.get(shard.box)
         if known is None or shard.replica < shards[known].replica:
             chosen[shard.box] = number

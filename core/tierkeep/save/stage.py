@@ -72,7 +72,7 @@ def stage_batch(
 
 def _copy(shard: Any, part: Box, piece: Box, out: np.ndarray[Any, Any]) -> None:
     """Fills `out`, which is `piece` of the chunk, from `part` of the shard; zeros where the chunk overhangs the array."""
-    if piece.shape == part.shape:
+    if piece.shape == part.shape and not any(piece.start):
         shard.copy(part, out)
         return
     held = Box((0,) * len(part.shape), part.shape).intersect(piece)

@@ -152,6 +152,11 @@ class LocalDisk:
                 raise OSError(errno.EFBIG, f"{found.st_size} bytes, more than {most}", str(path))
             return file.read()
 
+    def read_head(self, path: Path, most: int) -> bytes:
+        """The first bytes of a file, up to `most`."""
+        with path.open("rb") as file:
+            return file.read(most)
+
     def make_dir(self, path: Path, *, parents: bool = False) -> None:
         path.mkdir(parents=parents, exist_ok=parents)
 
@@ -188,6 +193,12 @@ class LocalDisk:
 
     def exists(self, path: Path) -> bool:
         return os.path.lexists(path)
+
+    def is_dir(self, path: Path) -> bool:
+        return path.is_dir()
+
+    def size(self, path: Path) -> int:
+        return path.stat().st_size
 
     def list_dir(self, path: Path) -> list[os.DirEntry[str]]:
         with os.scandir(path) as entries:

@@ -1,0 +1,110 @@
+"""Open: from an item directory of our own to records that are verified and cover every byte they promise."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
+from ..format.checksum import crc32c
+from ..format.part import PART, VERSION, WHOLE, Part, UnsupportedVersion, Whole, parse_part, parse_whole
+from ..save.commit import DATA
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from ..tiers.local_disk import ImageReader, LocalDisk
+    from .source import Contents
+
+__all__ = ["Opened", "open_checkpoint"]
+
+_RECORD_LIMIT = 1 << 31  # bytes; no record of a real state comes near
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint ready to be read: its records agree, and its images have the sizes they should."""
+
+    path: Path
+    """The item directory, or the file."""
+    whole: Contents
+    parts: tuple[Part, ...]
+    images: tuple[ImageReader | None, ...]
+    """One for each part; None for a part without bytes."""
+    held_by: tuple[dict[int, int], ...]
+    """For each leaf: grid number to part."""
+
+
+@contextlib.contextmanager
+def open_checkpoint(disk: LocalDisk, path: Path, *, direct: bool, holds: str) -> Iterator[Opened]:
+    """Opens the checkpoint whose item directory is `path`; closes its files at the end.
+
+    Raises CorruptCheckpointError naming the file for a record that is damaged, a part that is missing or another
+    checkpoint's, an image that is missing or of another size, and chunks that no part holds. Nothing is allocated by
+    what a record declares before that is checked.
+    """
+    whole = _read_whole(disk, path, holds)
+    parts: list[Part] = []
+    findings: list[str] = []
+    with contextlib.ExitStack() as stack:
+        images: list[ImageReader | None] = []
+        for name, nbytes, crc in whole.parts:
+            try:
+                data = disk.read_file(path / name / PART, _RECORD_LIMIT)
+                if len(data) != nbytes or crc32c(data) != crc:
+                    raise ValueError("it is not the record that was committed")
+                part = parse_part(data, whole)
+                parts.append(part)
+                images.append(_open_image(disk, path / name / DATA, part, direct, stack))
+            except FileNotFoundError as error:
+                findings.append(f"missing: {error.filename}")
+            except (ValueError, RecursionError) as error:
+                findings.append(f"{path / name / PART}: {error}")
+        if findings:
+            raise CorruptCheckpointError(str(path), findings, holds)
+        yield Opened(path, whole, tuple(parts), tuple(images), _cover(path, whole, parts, holds))
+
+
+def _read_whole(disk: LocalDisk, path: Path, holds: str) -> Whole:
+    try:
+        return parse_whole(disk.read_file(path / WHOLE, _RECORD_LIMIT))
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(str(path), WHOLE, holds) from None
+    except UnsupportedVersion as error:
+        raise UnsupportedFormatError(str(path / WHOLE), str(error), f"version {VERSION}") from error
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(str(path), [f"{path / WHOLE}: {error}"], holds) from error
+
+
+def _open_image(
+    disk: LocalDisk, path: Path, part: Part, direct: bool, stack: contextlib.ExitStack
+) -> ImageReader | None:
+    if not part.image:
+        if part.image_nbytes:
+            raise ValueError(f"{part.image_nbytes} bytes without an image")
+        return None
+    image = disk.open_image(path / part.image, direct=direct)
+    stack.callback(image.close)
+    if image.nbytes != part.image_nbytes:
+        raise ValueError(f"image {part.image} has {image.nbytes} bytes, not {part.image_nbytes}")
+    return image
+
+
+def _cover(path: Path, whole: Whole, parts: list[Part], holds: str) -> tuple[dict[int, int], ...]:
+    """Which part holds each chunk. Every chunk of every leaf must be held, and no image by more than its size."""
+    held: tuple[dict[int, int], ...] = tuple({} for _ in whole.leaves)
+    findings: list[str] = []
+    for number, part in enumerate(parts):
+        if sum(whole.leaves[leaf].chunk_nbytes for leaf, _ in part.chunks) > part.image_nbytes:
+            findings.append(f"part {number} declares more bytes than its image has")
+        for leaf, place in part.chunks:
+            held[leaf].setdefault(place, number)
+    for leaf, record in enumerate(whole.leaves):
+        if record.tie is None and len(held[leaf]) != math.prod(record.grid):
+            findings.append(f"leaf {record.name!r}: {len(held[leaf])} of {math.prod(record.grid)} chunks are stored")
+    if findings:
+        raise CorruptCheckpointError(str(path), findings, holds)
+    return held
