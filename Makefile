@@ -4,7 +4,8 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-SOURCES := $(wildcard core jax_adapter torch_adapter bench examples tests)
+PACKAGES := $(wildcard */tierkeep*/__init__.py)
+SOURCES := $(sort $(foreach package,$(PACKAGES),$(firstword $(subst /, ,$(package))))) bench examples tests
 BENCH ?= save
 
 .PHONY: help install demo test test-full test-gpu test-lowest lint format bench clean
@@ -20,9 +21,9 @@ help:
 	@echo "make bench        python -m bench \$$(BENCH), BENCH=save unless given"
 	@echo "make clean        remove .venv, caches and built files"
 
-# Installed again only when pyproject.toml is newer than the last installation.
+# Installed again only when pyproject.toml or a package's __init__.py (the version) is newer than the installation.
 install: $(STAMP)
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(PACKAGES)
 	@if [ ! -x $(PY) ]; then \
 	  for python in $(PYTHON) python3 python3.11 python3.12 python3.13 python3.14; do \
 	    if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \

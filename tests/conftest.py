@@ -15,4 +15,9 @@ settings.register_profile("ci", parent=settings.get_profile("default"), derandom
 # New examples every night, and many of them.
 settings.register_profile("nightly", parent=settings.get_profile("default"), max_examples=1000, print_blob=True)
 
+# Eight CPU devices for the tests of shardings. Set here, because whichever test imports jax first fixes their number.
+if "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

@@ -78,11 +78,11 @@ class Stateful:
 
 
 class Adapter(Protocol):
-    """A framework, as the core sees it. `tierkeep.testing.contracts` holds what every adapter must do."""
+    """A framework, as the core sees it."""
 
     @property
     def name(self) -> str:
-        """`torch`, `jax` or `numpy`; recorded, never acted upon."""
+        """`torch`, `jax` or `numpy`, for people."""
 
     @property
     def in_place(self) -> bool:

@@ -350,7 +350,9 @@ def _draft(disk: LocalDisk, path: Path, item: str | None) -> Iterator[Draft]:
         yield Draft.start(disk, place, item, rank=0)
     finally:
         if disk.exists(place):
-            with contextlib.suppress(OSError):  # the name is temporary: what is left is swept up later
+            with contextlib.suppress(
+                OSError
+            ):  # the error that led here is the one to raise; the name is a temporary one
                 disk.remove_tree(place)
 
 

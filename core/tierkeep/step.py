@@ -8,6 +8,9 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .format.orbax_metadata import METADATA
+from .format.part import WHOLE
+
 if TYPE_CHECKING:
     from .tiers.local_disk import LocalDisk
 
@@ -31,7 +34,10 @@ def resolve(path: object) -> Path:
         raise ValueError("the path is empty")
     if "://" in text:
         raise ValueError(f"{text} is a URL: this release keeps checkpoints in local directories")
-    return Path(os.path.abspath(os.path.expanduser(text)))
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
+        raise ValueError(f"the home directory of {text} is not known: write ./{text} for a directory of that name")
+    return Path(os.path.abspath(expanded))
 
 
 def step_path(root: Path, step: int) -> Path:
@@ -79,4 +85,4 @@ def list_steps(disk: LocalDisk, root: Path) -> list[int]:
 
 
 def _holds_item(disk: LocalDisk, path: Path) -> bool:
-    return disk.exists(path / ITEM)
+    return any(disk.exists(path / ITEM / name) for name in (WHOLE, METADATA))

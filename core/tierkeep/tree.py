@@ -229,10 +229,10 @@ def encode_value(value: Any) -> Any:
     if cls is str:
         value.encode()  # a lone surrogate has no UTF-8 form: UnicodeEncodeError, a ValueError
         return value
-    if cls is datetime.datetime or cls is datetime.time:
-        # Text of ISO 8601 keeps neither a zone's rules nor which of two repeated hours is meant.
-        if value.fold or type(value.tzinfo) not in (type(None), datetime.timezone):
-            return None
+    if cls in (datetime.datetime, datetime.time) and (
+        value.fold or type(value.tzinfo) not in (type(None), datetime.timezone)
+    ):
+        return None  # text of ISO 8601 keeps neither a zone's rules nor which of two repeated hours is meant
     if cls in _ENCODERS:
         tag, encode = _ENCODERS[cls]
         return {"t": tag, "v": encode(value)}
@@ -334,8 +334,8 @@ def container(value: Any) -> tuple[Node, tuple[Any, ...]] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = tuple(field.name for field in dataclasses.fields(value))
         return Node("dataclass", name, fields, ()), tuple(getattr(value, field) for field in fields)
-    if isinstance(value, NamedMapping):
-        name = value.type_name
+    if cls is NamedMapping:
+        name = value.type_name  # saved again, it is still what it stands for
     if isinstance(value, Mapping):
         return Node("mapping", name, tuple(map(encode_key, value)), ()), tuple(value.values())
     return None

@@ -57,7 +57,7 @@ def destination(target: torch.Tensor, stored: LeafSpec) -> Destination:
             torch.autograd.graph.increment_version(target)
         return target
 
-    memory = (data.data_ptr(), data.stride(), data.device) if data.numel() else None
+    memory = (data.data_ptr(), data.stride(), spec.shape, name, data.device) if data.numel() else None
     return Destination(spec, (Region(Box.whole(spec.shape), sink),), finish, memory)
 
 

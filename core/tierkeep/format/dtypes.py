@@ -1,6 +1,6 @@
 """Logical dtypes: the name a leaf carries, its width, and the zarr3 dtype its bytes are stored as.
 
-A dtype that zarr3 (as TensorStore 0.1.86 reads it) lacks is stored as unsigned integers of the same width; the
+A dtype that zarr3 (as TensorStore 0.1.85 and later reads it) lacks is stored as unsigned integers of the same width; the
 logical name stands in our own record, so tierkeep gives the dtype back and stock readers see the bits.
 """
 

@@ -35,7 +35,7 @@ class Buffers:
     def lane(self, number: int) -> Bytes:
         """The buffer of a lane; made on first use. Call with `lock` held by the save or restore."""
         while len(self._buffers) <= number:
-            memory = mmap.mmap(-1, self.nbytes + HUGE_NBYTES)
+            memory = mmap.mmap(-1, self.nbytes + HUGE_NBYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             # Huge pages fault in at memory speed; 4 KiB pages at 0.4 to 2.6 GB/s, below the disk.
             memory.madvise(mmap.MADV_HUGEPAGE)
             array = np.frombuffer(memory, np.uint8)

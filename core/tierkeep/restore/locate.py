@@ -40,8 +40,10 @@ def open_source(disk: LocalDisk, path: Path, *, direct: bool, holds: str) -> Ite
     Raises CheckpointNotFoundError naming what was looked for, UnsupportedFormatError for a format that is known but
     not read, CorruptCheckpointError naming the file for one that is damaged.
     """
-    if not disk.exists(path):
-        raise CheckpointNotFoundError(str(path), "anything at that path", holds)
+    try:
+        disk.size(path)
+    except FileNotFoundError:  # a link that leads nowhere is nothing too
+        raise CheckpointNotFoundError(str(path), "anything at that path", holds) from None
     with contextlib.ExitStack() as stack:
         if disk.is_dir(path):
             yield _open_directory(disk, path, direct, holds, stack)
@@ -80,7 +82,7 @@ def _open_directory(disk: LocalDisk, path: Path, direct: bool, holds: str, stack
         return orbax.open_orbax(disk, item, holds)
     names = sorted(entry.name for entry in disk.list_dir(path))
     indexes = [name for name in names if name.endswith(safetensors.INDEX_SUFFIX)]
-    tensors = [name for name in names if name.endswith(".safetensors")]
+    tensors = [name for name in names if name.endswith(safetensors.SUFFIX)]
     if len(indexes) == 1 or (not indexes and len(tensors) == 1):
         file = path / (indexes or tensors)[0]
         return stack.enter_context(safetensors.open_safetensors(disk, file, direct=direct, holds=holds))
@@ -94,6 +96,9 @@ def _open_directory(disk: LocalDisk, path: Path, direct: bool, holds: str, stack
             return found
     if ".metadata" in names:
         raise UnsupportedFormatError(str(path), "a torch.distributed.checkpoint directory", "its own and Orbax's")
+    if indexes or tensors:
+        several = ", ".join((indexes or tensors)[:8])
+        raise CheckpointNotFoundError(str(path), f"one file or index, but it holds {several}: name one", holds)
     raise CheckpointNotFoundError(str(path), _LOOKED_FOR, holds)
 
 
@@ -114,7 +119,8 @@ def _open_file(disk: LocalDisk, path: Path, direct: bool, holds: str, stack: con
     from .foreign import safetensors
 
     head = disk.read_head(path, 16)
-    if path.name.endswith(safetensors.INDEX_SUFFIX) or safetensors.is_safetensors(head, disk.size(path)):
+    named = path.name.endswith((safetensors.SUFFIX, safetensors.INDEX_SUFFIX))
+    if named or safetensors.is_safetensors(head, disk.size(path)):
         return stack.enter_context(safetensors.open_safetensors(disk, path, direct=direct, holds=holds))
     if head.startswith((_ZIP, _PICKLE)):
         # The one format whose reader needs its framework: torch's own loader, which takes only what torch calls safe.

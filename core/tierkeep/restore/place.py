@@ -152,7 +152,7 @@ class _Placer:
         self.selected = selected
         self.placement = Placement()
         self.built: dict[int, Finish] = {}  # by owner: tied leaves come back as one object
-        self.filled: set[Any] = set()  # (owner, memory) that is already being filled
+        self.filled: dict[Any, int] = {}  # memory that is being filled, and the leaf it is filled from
 
     # Without a target
 
@@ -211,9 +211,15 @@ class _Placer:
 
     def fill(self, owner: int, destination: Destination) -> None:
         if destination.memory is not None:
-            if (owner, destination.memory) in self.filled:
+            earlier = self.filled.get(destination.memory)
+            if earlier is not None:
+                if earlier != owner:
+                    one, other = self.whole.leaves[earlier].name, self.whole.leaves[owner].name
+                    self.placement.structure.append(
+                        f"{other}: one memory with {one} in the target, two in the checkpoint"
+                    )
                 return
-            self.filled.add((owner, destination.memory))
+            self.filled[destination.memory] = owner
         for region in destination.regions:
             if region.box.size:
                 self.placement.wants.append((owner, region.box))
@@ -386,10 +392,9 @@ class _Placer:
                 return False
             if isinstance(branch, Stateful) or (branch is not None and not self.is_plain(branch.children)):
                 return False
+            if branch is not None and (branch.rebuild is not None or branch.node.kind in ("namedtuple", "dataclass")):
+                return False  # its class comes from the target, so the two are matched part by part
         return True
-
-    def is_plain_tree(self, tree: Tree) -> bool:
-        return not any(type(node) is int and self.is_array(node) for _, _, node in walk(tree))
 
     def is_array(self, number: int) -> bool:
         return self.whole.leaves[number].spec.kind in ("array", "ndarray")
@@ -467,12 +472,22 @@ def _numpy_destination(target: np.ndarray[Any, Any], stored: LeafSpec | None, *,
     array = target if in_place else np.empty(target.shape, target.dtype)
     spec = LeafSpec("ndarray", dtype.name, target.shape)
     sink = numpy_sink(array, dtype.name if stored is None else stored.dtype)
-    memory = (array.__array_interface__["data"][0], array.strides) if in_place else None
+    memory = (
+        (array.__array_interface__["data"][0], array.strides, array.shape, dtype.name)
+        if in_place and array.size
+        else None
+    )
     return Destination(spec, (Region(Box.whole(target.shape), sink),), lambda: array, memory)
 
 
+_COMPLEX = frozenset({"complex32", "bcomplex32", "complex64", "complex128"})
+
+
 def numpy_sink(array: np.ndarray[Any, Any], stored: str) -> Sink:
-    """Fills `array`, bit for bit, or by converting from the stored dtype if it has another one."""
+    """Fills `array`, bit for bit, or by converting from the stored dtype if it has another one.
+
+    Raises TypeError if numpy cannot convert, or only by dropping the imaginary parts.
+    """
     own = dtypes.dtype_of_numpy(array.dtype)
     assert own is not None
     if own.name == stored:
@@ -483,9 +498,11 @@ def numpy_sink(array: np.ndarray[Any, Any], stored: str) -> Sink:
     else:
         dtype = dtypes.numpy_dtype(stored)
 
+        if dtype is None or (stored in _COMPLEX and own.name not in _COMPLEX):  # which would drop the imaginary parts
+            raise TypeError(f"{stored} in the checkpoint cannot be converted to {own.name}")
+
         def put(part: Box, data: np.ndarray[Any, Any]) -> None:
-            if dtype is None:
-                raise InvalidStateError(f"numpy cannot convert from {stored}")
-            array[part.slices()] = data.view(dtype).astype(array.dtype)
+            with np.errstate(all="ignore"):  # that values may not fit is what a cast is
+                array[part.slices()] = data.view(dtype).astype(array.dtype)
 
     return put

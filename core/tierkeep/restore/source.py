@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .plan import plan_reads
+from ..memory.buffers import Buffers
+from .plan import least_lane, plan_reads
 from .read import execute_reads
 
 if TYPE_CHECKING:
@@ -15,7 +17,6 @@ if TYPE_CHECKING:
     from ..adapter import Sink
     from ..format.part import LeafRecord
     from ..leaf import Box
-    from ..memory.buffers import Buffers
     from ..tree import Tree
     from .opened import Opened
 

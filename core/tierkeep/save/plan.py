@@ -274,7 +274,9 @@ def _cover(
     chosen: dict[Box, int] = {}
     for number, shard in enumerate(shards):
         begin, sizes = shard.box
-        if len(begin) != len(shape) or any(a < 0 or m < 0 or a + m > n for a, m, n in zip(begin, sizes, shape, strict=True)):
+        if len(begin) != len(shape) or any(
+            a < 0 or m < 0 or a + m > n for a, m, n in zip(begin, sizes, shape, strict=True)
+        ):
             raise InvalidStateError(
                 f"leaf {name!r}: shard {shard.box} is not within {tuple(shape)}. Nothing was written."
             )

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ForeignContents", "record_of"]
 
+_LEAF_LIMIT = 1 << 53  # bytes; a leaf that declares more is refused, not allocated
+
 
 @dataclass(frozen=True, slots=True)
 class ForeignContents:
@@ -27,7 +29,7 @@ class ForeignContents:
 
 
 def record_of(name: str, spec: LeafSpec, tie: int | None = None) -> LeafRecord:
-    """A leaf that is one chunk of its own shape. Raises ValueError for a dtype that is not known."""
+    """A leaf that is one chunk of its own shape. Raises ValueError for an unknown dtype or an impossible size."""
     try:
         itemsize = dtypes.lookup(spec.dtype).itemsize
     except KeyError as error:
@@ -35,4 +37,7 @@ def record_of(name: str, spec: LeafSpec, tie: int | None = None) -> LeafRecord:
     shape = tuple(spec.shape)
     chunk = tuple(max(1, n) for n in shape)
     grid = tuple(-(-n // c) for n, c in zip(shape, chunk, strict=True))
-    return LeafRecord(name, spec, chunk, grid, tie, itemsize, math.prod(chunk) * itemsize)
+    nbytes = math.prod(chunk) * itemsize
+    if nbytes > _LEAF_LIMIT:
+        raise ValueError(f"leaf {name!r} declares the shape {shape}, more than any memory holds")
+    return LeafRecord(name, spec, chunk, grid, tie, itemsize, nbytes)

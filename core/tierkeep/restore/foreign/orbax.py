@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from ...format.part import LeafRecord
     from ...tiers.local_disk import LocalDisk
 
 __all__ = ["open_orbax", "open_zarr"]
@@ -42,7 +44,7 @@ def open_orbax(disk: LocalDisk, path: Path, holds: str) -> TensorStoreSource:
         entries = _entries(raw)
         strings = _strings(disk, path) if any(kind == "string" for _, _, kind in entries) else {}
         keys = _random_keys(disk, path)
-    except (ValueError, msgspec.DecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(str(path), [f"{METADATA}: {error}"], holds) from error
     arrays = [
         (join(steps), kind) for steps, _, kind in entries if kind not in _EMPTY and kind not in ("None", "string")
@@ -62,7 +64,7 @@ def open_orbax(disk: LocalDisk, path: Path, holds: str) -> TensorStoreSource:
             spec = spec._replace(kind=_SCALARS.get(spec.dtype, "npscalar"))
         else:
             spec = spec._replace(kind="ndarray" if kind == "np.ndarray" else "array", ext=keys.get(name))
-        records.append(record_of(name, spec))
+        records.append(_record(path, name, spec))
     numbers = {name: number for number, (name, _) in enumerate(arrays)}
     values: list[Any] = []
     leaves: list[tuple[tuple[tuple[str, int], ...], Tree]] = []
@@ -114,7 +116,7 @@ def open_zarr(disk: LocalDisk, path: Path, holds: str) -> TensorStoreSource | No
         raise CorruptCheckpointError(str(path), findings, holds)
     if not arrays:
         return None
-    records = tuple(record_of(name, _spec(path, name, array)) for name, array in zip(names, arrays, strict=True))
+    records = tuple(_record(path, name, _spec(path, name, array)) for name, array in zip(names, arrays, strict=True))
     tree = _nest([(tuple((step, 2) for step in name.split("/") if step), n) for n, name in enumerate(names)], 0)
     return TensorStoreSource(path, ForeignContents(tree, records, text_keys=True), tuple(arrays))
 
@@ -128,6 +130,13 @@ def _spec(path: Path, name: str, array: Any) -> LeafSpec:
             str(path), f"a checkpoint with leaf {name!r} of dtype {dtype}", "numeric dtypes"
         ) from None
     return LeafSpec("array", dtype, tuple(array.shape))
+
+
+def _record(path: Path, name: str, spec: LeafSpec) -> LeafRecord:
+    try:
+        return record_of(name, spec)
+    except ValueError as error:
+        raise CorruptCheckpointError(str(path), [str(error)]) from error
 
 
 def _entries(raw: Any) -> list[tuple[tuple[str, ...], tuple[int, ...], str]]:
@@ -147,6 +156,10 @@ def _entries(raw: Any) -> list[tuple[tuple[str, ...], tuple[int, ...], str]]:
         if len(steps) > _DEPTH_LIMIT:
             raise ValueError(f"nesting deeper than {_DEPTH_LIMIT}")
         entries.append((steps, types, kind))
+    paths = sorted(steps for steps, _, _ in entries)
+    for one, other in itertools.pairwise(paths):
+        if other[: len(one)] == one:  # sorted, a path stands right before those below it
+            raise ValueError(f"entries {join(one)!r} and {join(other)!r} are one below the other")
     return entries
 
 
@@ -165,11 +178,14 @@ def _random_keys(disk: LocalDisk, path: Path) -> dict[str, str]:
     marks = {}
     for entry in disk.list_dir(folder):
         raw = msgspec.json.decode(disk.read_file(folder / entry.name, _LIMIT))
-        for row in raw.get("array_metadatas", []):
-            found = row["array_metadata"]
-            impl = (found.get("ext_metadata") or {}).get("random_key_impl")
-            if impl is not None:
-                marks[str(found["param_name"])] = f"{PRNG}{impl}"
+        try:
+            for row in raw.get("array_metadatas", []):
+                found = row["array_metadata"]
+                impl = (found.get("ext_metadata") or {}).get("random_key_impl")
+                if impl is not None:
+                    marks[str(found["param_name"])] = f"{PRNG}{impl}"
+        except (TypeError, LookupError, AttributeError):
+            raise ValueError(f"{ARRAY_METADATAS}/{entry.name} has another form") from None
     return marks
 
 
@@ -181,7 +197,7 @@ def _nest(leaves: Sequence[tuple[tuple[tuple[str, int], ...], Tree]], depth: int
     sequence = True
     for path, leaf in leaves:
         step, kind = path[depth]
-        sequence = sequence and kind == 1
+        sequence = sequence and kind == 1 and step.isdecimal() and len(step) < 19
         groups.setdefault(step, []).append((path, leaf))
     if sequence and sorted(map(int, groups)) == list(range(len(groups))):
         ordered = sorted(groups, key=int)

@@ -7,12 +7,13 @@ place is checked against the file's size before it is used.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ...errors import CorruptCheckpointError, UnsupportedFormatError
+from ...errors import CorruptCheckpointError, TierkeepError, UnsupportedFormatError
 from ...format.part import ChunkRecord, Part
 from ...leaf import LeafSpec
 from ...tree import Node
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
     from ...format.part import LeafRecord
     from ...tiers.local_disk import LocalDisk
 
-__all__ = ["INDEX_SUFFIX", "is_safetensors", "open_safetensors"]
+__all__ = ["INDEX_SUFFIX", "SUFFIX", "is_safetensors", "open_safetensors"]
 
+SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 _HEADER_LIMIT = 100_000_000  # bytes, the format's own
 _BLOCK_NBYTES = 1 << 20
@@ -80,7 +82,9 @@ def open_safetensors(disk: LocalDisk, path: Path, *, direct: bool, holds: str) -
                 raise ValueError(f"the index names {sorted(missing)[:8]}, which its files do not hold")
         except FileNotFoundError as error:
             raise CorruptCheckpointError(str(path), [f"missing: {error.filename}"], holds) from error
-        except (ValueError, msgspec.DecodeError) as error:
+        except TierkeepError:
+            raise
+        except (ValueError, RecursionError) as error:
             raise CorruptCheckpointError(str(path), [str(error)], holds) from error
         tree = Node("dict", None, tuple(record.name for record in records), tuple(range(len(records))))
         contents = ForeignContents(tree, tuple(records))
@@ -107,6 +111,7 @@ def _tensors(disk: LocalDisk, path: Path, nbytes: int) -> Iterator[tuple[str, Le
     if not isinstance(header, dict):
         raise ValueError(f"{path.name}: the header is not an object")
     data = 8 + length
+    places: list[tuple[int, int, str]] = []
     for name, raw in header.items():
         if name == "__metadata__":
             continue
@@ -117,7 +122,12 @@ def _tensors(disk: LocalDisk, path: Path, nbytes: int) -> Iterator[tuple[str, Le
             raise ValueError(
                 f"{path.name}: tensor {name!r} of {expected} bytes lies at {begin} to {end} of {nbytes - data}"
             )
+        places.append((begin, end, name))
         yield name, record.spec, data + begin
+    places.sort()
+    for (_, end, one), (begin, _, other) in itertools.pairwise(places):
+        if begin < end:
+            raise ValueError(f"{path.name}: tensors {one!r} and {other!r} overlap")
 
 
 def _entry(path: Path, name: str, raw: Any) -> tuple[str, tuple[int, ...], int, int]:
@@ -128,6 +138,8 @@ def _entry(path: Path, name: str, raw: Any) -> tuple[str, tuple[int, ...], int, 
     numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
     if not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
         raise ValueError(f"{path.name}: tensor {name!r} has an impossible shape or place")
+    if not isinstance(dtype, str):
+        raise ValueError(f"{path.name}: tensor {name!r} has a dtype that is no name")
     if dtype not in _DTYPES:
         raise UnsupportedFormatError(str(path), f"a file with tensor {name!r} of dtype {dtype!r}", ", ".join(_DTYPES))
     return _DTYPES[dtype], tuple(shape), begin, end
