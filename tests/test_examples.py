@@ -34,6 +34,24 @@ def test_training_killed_in_a_save_resumes_and_loses_nothing(tmp_path: Path) -> 
     assert not list(tmp_path.iterdir()), "the demo leaves nothing behind"
 
 
+def test_the_jax_loop_killed_in_a_save_resumes_and_torch_opens_its_parameters(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/jax_nnx_loop.py", "--seed", "4", "--dir", str(tmp_path)],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(str(REPOSITORY / root) for root in ROOTS)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "killed in the save of step" in done.stdout
+    assert "with equal losses; equal parameters" in done.stdout
+    assert "5 tensors equal in torch" in done.stdout
+    assert not list(tmp_path.iterdir()), "the demo leaves nothing behind"
+
+
 @pytest.mark.parametrize(
     ("losses", "weights"),
     [

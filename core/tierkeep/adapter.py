@@ -49,6 +49,8 @@ class Destination:
     regions: tuple[Region, ...]
     finish: Callable[[], Any]
     """Called once all regions are filled: the framework's value."""
+    again: Callable[[str | None], Any] | None = None
+    """The same memory as another value, for a leaf that is tied to this one but bears another mark (`ext`)."""
     memory: Any = None
     """Destinations of equal, non-None `memory` are the same memory: filled once."""
 
@@ -75,6 +77,8 @@ class Stateful:
     """Takes the restored state; None when filling `state` in place is all there is to do."""
     in_place: bool
     """The arrays of `state` are the object's own memory: restored in place, then handed to `load` if there is one."""
+    check: Callable[[Tree], str | None] | None = None
+    """As a target: why a saved state of this structure cannot be taken, asked before anything is read or changed."""
 
 
 class Adapter(Protocol):

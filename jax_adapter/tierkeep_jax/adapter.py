@@ -60,7 +60,9 @@ def _registered(value: Any) -> Branch | None:
     """One level of a node of jax's registry (flax.struct, nnx.State, equinox modules, …); None for a leaf of it."""
     structure: Any
     found, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: x is not value)
-    if value is None or (found and not found[0][0]):  # not by treedef_is_leaf: that also holds for a node without children
+    if value is None or (
+        found and not found[0][0]
+    ):  # not by treedef_is_leaf: that also holds for a node without children
         return None
     cls = type(value)
     keys = tuple(encode_key(_step(path[0])) for path, _ in found)

@@ -25,7 +25,8 @@ __all__ = ["allocate", "destination", "holds"]
 
 def holds(name: str) -> bool:
     """Whether jax, as configured, has arrays of this dtype: not 64-bit ones without jax_enable_x64."""
-    return _holds(name, bool(jax.config.jax_enable_x64), jax.default_backend())
+    x64 = bool(jax.dtypes.canonicalize_dtype(np.int64) == np.int64)
+    return _holds(name, x64, jax.default_backend())
 
 
 @functools.cache

@@ -60,7 +60,7 @@ def saved() -> Iterator[Saved]:
 
 
 def restored(path: Path) -> Any:
-    return tk.exact_form(ENGINE.restore(path, options=RestoreOptions(lanes=1, lane_nbytes=8 * PAGE)))
+    return tk.exact_form(ENGINE.restore(path, options=RestoreOptions(lanes=1, lane_nbytes=8 * PAGE, direct=False)))
 
 
 def damaged(path: Path, file: Path, content: bytes) -> Any:
@@ -81,7 +81,9 @@ def damaged(path: Path, file: Path, content: bytes) -> Any:
 @given(st.dictionaries(st.text(max_size=3), st.integers(0, 9) | st.text(max_size=3), min_size=1, max_size=4))
 def test_a_sealed_record_opens_to_itself(record: dict[str, Any]) -> None:
     sealed = seal(msgspec.json.encode(record))
-    assert {k: v for k, v in unseal(sealed).items() if k != "crc32c"} == {k: v for k, v in record.items() if k != "crc32c"}
+    assert {k: v for k, v in unseal(sealed).items() if k != "crc32c"} == {
+        k: v for k, v in record.items() if k != "crc32c"
+    }
     assert msgspec.json.decode(sealed)["crc32c"] == f"{crc32c(msgspec.json.encode(record)[:-1]):08x}"
 
 
@@ -215,7 +217,7 @@ WHOLE_EDITS: dict[str, Callable[[Any], None]] = {
     "chunk of other rank": leaf("small", 5, [10, 1]),
     "wider dtype": leaf("small", 2, "float64"),
     "unknown dtype": leaf("small", 2, "float5"),
-    "dtype without numpy's": leaf("small", 2, 4),
+    "dtype of no name": leaf("small", 2, 4),
     "number of another dtype": leaf("plain.0", 2, "float64"),
     "number with a shape": lambda r: (leaf("plain.0", 3, [1])(r), leaf("plain.0", 5, [1])(r), None)[-1],
     "tie to itself": leaf("small", 6, 0),
@@ -245,7 +247,7 @@ WHOLE_EDITS: dict[str, Callable[[Any], None]] = {
     "other format": set_at("format", to="tierkeep.part"),
 }  # fmt: skip
 
-PART_EDITS: dict[str, Callable[[Any], None]] = {
+PART_EDITS: dict[str, Callable[[Any], object]] = {
     "offset past the image": set_at("layout", "offset", 0, to=10**9),
     "offset near the end": set_at("layout", "offset", 0, to=lambda _: 10**5),
     "huge offset": set_at("layout", "offset", 0, to=HUGE),

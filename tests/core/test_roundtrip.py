@@ -15,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
-from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tierkeep.checkpointer import Checkpointer, Engine
@@ -180,7 +180,7 @@ def test_what_was_saved_in_shards_is_read_in_any_boxes(
     ]
     got = read_boxes(path, wants, sources, restoring)
     for (leaf, box), array in zip(wants, got, strict=True):
-        assert tk.exact_form(array) == tk.exact_form(sources[leaf][box.slices()])
+        assert tk.exact_form(array) == tk.exact_form(np.asarray(sources[leaf][box.slices()]))
 
 
 def read_boxes(
@@ -243,7 +243,9 @@ def stored_array(base: Path, name: str) -> np.ndarray[Any, Any]:
 def stored_form(array: np.ndarray[Any, Any]) -> Any:
     """What a stock reader sees of an array: the bits of a dtype that zarr lacks are integers."""
     kind = dtypes.lookup(array.dtype.name).zarr
-    return tk.exact_form(array if kind == array.dtype.name else np.ascontiguousarray(array).view(kind).reshape(array.shape))
+    return tk.exact_form(
+        array if kind == array.dtype.name else np.ascontiguousarray(array).view(kind).reshape(array.shape)
+    )
 
 
 @given(st.lists(tk.arrays(), min_size=1, max_size=4), tk.save_options())
@@ -290,14 +292,18 @@ ORBAX_STATES = st.builds(
     # Orbax takes a tree of no leaves for no tree.
     lambda state: {"state": state, "array": np.arange(3)},
     tk.states(
-        leaves=tk.arrays() | tk.scalars() | st.text("abé", max_size=4) | st.none(), mapping_keys=ORBAX_KEYS, max_leaves=8
+        leaves=tk.arrays() | tk.scalars() | st.text("abé", max_size=4) | st.none(),
+        mapping_keys=ORBAX_KEYS,
+        max_leaves=8,
     ),
 )
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(ORBAX_STATES, tk.save_options())
-def test_stock_orbax_reads_the_same_bits(directory: Path, stock: Sequence[Any], state: Any, options: SaveOptions) -> None:
+def test_stock_orbax_reads_the_same_bits(
+    directory: Path, stock: Sequence[Any], state: Any, options: SaveOptions
+) -> None:
     root = Path(tempfile.mkdtemp(dir=directory))
     with Checkpointer(NumpyAdapter(), root, options=options) as ours:
         ours.save(7, state)
@@ -337,9 +343,23 @@ def as_seen(value: Any) -> Any:
 
 @given(tk.states(leaves=st.integers(0, 9), mapping_keys=st.text("a./", max_size=3)))
 def test_names_that_collide_are_refused_and_all_others_kept(directory: Path, state: Any) -> None:
-    try:
+    # Stock readers take "a" and "a/" for one directory.
+    names = [path.removesuffix("/") for path in paths(state)]
+    if len(set(names)) < len(names):
+        with pytest.raises(InvalidStateError, match=r"stored as|cannot be indexed"):
+            saved(directory, state, SaveOptions(lanes=1))
+    else:
         path = saved(directory, state, SaveOptions(lanes=1))
-    except InvalidStateError as error:
-        assert "stored" in str(error) or "twice" in str(error)
-        reject()
-    assert tk.exact_form(ENGINE.restore(path, options=RestoreOptions())) == tk.exact_form(state)
+        assert tk.exact_form(ENGINE.restore(path, options=RestoreOptions())) == tk.exact_form(state)
+
+
+def paths(value: Any, above: tuple[str, ...] = ()) -> list[str]:
+    if isinstance(value, tk.Pair):
+        value = value._asdict()
+    elif isinstance(value, tk.Settings):
+        value = {"rate": value.rate, "extra": value.extra}
+    elif isinstance(value, list | tuple | collections.deque):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping) or not value:
+        return [".".join(above)]
+    return [path for key, child in value.items() for path in paths(child, (*above, str(key)))]

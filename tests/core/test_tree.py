@@ -75,7 +75,9 @@ def test_two_keys_share_a_form_only_if_they_are_one(one: Any, other: Any) -> Non
     assert (encode_key(one) == encode_key(other)) == (typed(one) == typed(other))
 
 
-@pytest.mark.parametrize("several", [[1, True, 1.0, "1", b"1"], [0, False, 0.0, -0.0, None, ""], [(1,), (True,), ("1",)]])
+@pytest.mark.parametrize(
+    "several", [[1, True, 1.0, "1", b"1"], [0, False, 0.0, -0.0, None, ""], [(1,), (True,), ("1",)]]
+)
 def test_keys_that_python_takes_for_equal_have_different_forms(several: list[Any]) -> None:
     assert len({encode_key(key) for key in several}) == len(several)
 
@@ -252,7 +254,7 @@ def test_what_stands_for_a_class_keeps_the_classes_name_when_it_is_saved_again()
 
 def test_a_defaultdict_that_would_need_an_import_is_refused() -> None:
     with pytest.raises(InvalidStateError, match="defaultdict"):
-        container(collections.defaultdict(tk.Settings))
+        container(collections.defaultdict(datetime.datetime.now))
 
 
 # Errors

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -12,9 +11,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tierkeep_jax
-from tierkeep.errors import CheckpointExistsError, CheckpointNotFoundError, ClosedError, UnsupportedLeafError
-
 from tests.jax import trees
+from tierkeep.errors import CheckpointExistsError, CheckpointNotFoundError, ClosedError, UnsupportedLeafError
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TREE = {
     "w": jax.device_put(

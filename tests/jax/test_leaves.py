@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from pathlib import Path
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +16,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tierkeep_jax
+from tests.jax import trees
 from tierkeep.errors import CheckpointExistsError, InvalidStateError, MismatchError, UnsupportedLeafError
 from tierkeep.options import MIB
 
-from tests.jax import trees
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def _deleted() -> jax.Array:
@@ -102,7 +103,12 @@ def test_one_array_under_two_names_is_stored_once_and_fits_any_target(tmp_path: 
     assert found["c"] is found["d"][0]
     assert found["e"] is not found["a"]
     trees.assert_same(found, tree)
-    untied = {"a": jnp.zeros(16), "b": jax.device_put(jnp.zeros(16), sharding), "c": jnp.zeros(16), "d": [jnp.zeros(16)]}
+    untied = {
+        "a": jnp.zeros(16),
+        "b": jax.device_put(jnp.zeros(16), sharding),
+        "c": jnp.zeros(16),
+        "d": [jnp.zeros(16)],
+    }
     trees.assert_same(tierkeep_jax.load(tmp_path / "c", untied | {"e": jnp.zeros(16)}), tree)
 
 
@@ -177,7 +183,7 @@ def test_another_dtype_is_an_error_unless_a_cast_is_asked_for(tmp_path: Path, sa
 def test_imaginary_parts_are_never_dropped(tmp_path: Path) -> None:
     tierkeep_jax.save(tmp_path / "c", {"x": jnp.full(3, 1 + 2j), "n": np.full(3, 1 + 2j)})
     for like in ({"x": jnp.zeros(3)}, {"n": np.zeros(3)}):
-        with pytest.raises(MismatchError, match="complex.* cannot be converted to float"):
+        with pytest.raises(MismatchError, match=r"complex.* cannot be converted to float"):
             tierkeep_jax.load(tmp_path / "c", like, dtype="cast", unexpected="ignore")
 
 

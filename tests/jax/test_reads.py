@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tierkeep_jax
+from tests.jax import trees
 from tierkeep.adapter import Destination
 from tierkeep.checkpointer import Engine
 from tierkeep.leaf import Box, LeafSpec
@@ -20,7 +20,8 @@ from tierkeep.restore.place import NOTHING
 from tierkeep.tiers.local_disk import ImageReader, LocalDisk
 from tierkeep_jax.adapter import JaxAdapter
 
-from tests.jax import trees
+if TYPE_CHECKING:
+    from pathlib import Path
 
 ROWS, COLUMNS = 1024, 512
 

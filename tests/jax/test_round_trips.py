@@ -16,12 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tierkeep_jax
+from tests.jax import trees
 from tierkeep.checkpointer import Engine
 from tierkeep.format import dtypes
 from tierkeep.options import RestoreOptions, SaveOptions
 from tierkeep.testing.numpy_adapter import NumpyAdapter
-
-from tests.jax import trees
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +29,10 @@ if TYPE_CHECKING:
 STOCK = tuple(name for name in trees.ALL if dtypes.lookup(name).zarr == name)
 X64 = pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
 SMALL_CHUNKS = st.builds(
-    SaveOptions, chunk_nbytes=st.sampled_from([1, 24, 16 * 2**20]), declare_crc=st.booleans(), lanes=st.sampled_from([1, 8])
+    SaveOptions,
+    chunk_nbytes=st.sampled_from([1, 24, 16 * 2**20]),
+    declare_crc=st.booleans(),
+    lanes=st.sampled_from([1, 8]),
 )
 
 
@@ -55,7 +57,11 @@ def fewer(n: int) -> settings:
     """Fewer examples than the profile's: each of these is slow."""
     return settings(
         max_examples=max(1, settings().max_examples // n),
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
+        suppress_health_check=[
+            HealthCheck.too_slow,
+            HealthCheck.function_scoped_fixture,
+            HealthCheck.differing_executors,
+        ],
     )
 
 

@@ -40,11 +40,7 @@ MESHES = ((1,), (2,), (3,), (4,), (5,), (6,), (7,), (8,), (1, 4), (2, 2), (2, 3)
 _SUB_BYTE = {"int1": 1, "int2": 2, "int4": 4, "uint1": 1, "uint2": 2, "uint4": 4, "float4_e2m1fn": 4}
 ALL = tuple(
     name
-    for name in (
-        "bool int1 int2 int4 int8 int16 int32 int64 uint1 uint2 uint4 uint8 uint16 uint32 uint64 float4_e2m1fn "
-        "float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
-        "float8_e8m0fnu float16 bfloat16 float32 float64 complex64 complex128"
-    ).split()
+    for name in ["bool", "int1", "int2", "int4", "int8", "int16", "int32", "int64", "uint1", "uint2", "uint4", "uint8", "uint16", "uint32", "uint64", "float4_e2m1fn", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
     if not name.startswith(("int1", "uint1")) or name in ("int16", "uint16") or hasattr(ml_dtypes, name)
 )
 """Every dtype of jax, 64-bit ones included."""
@@ -144,9 +140,7 @@ NAMES = st.text("abcXYZ_-é ", min_size=1, max_size=5)
 KEYS = st.one_of(NAMES, st.integers(-3, 12))
 
 
-def trees(
-    names: Sequence[str], *, numpy_names: Sequence[str] = ALL, plain: bool = True
-) -> st.SearchStrategy[Any]:
+def trees(names: Sequence[str], *, numpy_names: Sequence[str] = ALL, plain: bool = True) -> st.SearchStrategy[Any]:
     """Nests of containers around arrays of the dtypes `names`; with `plain`, around plain values and dataclasses too."""
     numpys = numpy_arrays(numpy_names)
     leaf = st.one_of(arrays(names), arrays(names), numpys if plain else numpys.map(np.asarray), random_keys())
@@ -244,7 +238,11 @@ def bits_of(leaf: Any) -> tuple[Any, ...]:
     if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return "key", str(jax.random.key_impl(leaf)), *bits_of(jax.random.key_data(leaf))
     if type(leaf).__module__.startswith("torch"):
-        return str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape), bytes(leaf.detach().untyped_storage().tolist())
+        return (
+            str(leaf.dtype).removeprefix("torch."),
+            tuple(leaf.shape),
+            bytes(leaf.detach().untyped_storage().tolist()),
+        )
     array = np.asarray(leaf)
     return array.dtype.name, array.shape, array.tobytes()
 

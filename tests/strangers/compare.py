@@ -11,7 +11,7 @@ import torch
 
 from tests.torch.compare import as_bytes
 
-__all__ = ["Bits", "bits", "flat", "mesh", "spread"]
+__all__ = ["Bits", "bits", "flat", "mesh", "on", "shape", "spread"]
 
 Bits = tuple[Any, ...]
 
@@ -54,4 +54,19 @@ def mesh(*shape: int) -> jax.sharding.Mesh:
 
 def spread(array: Any, grid: jax.sharding.Mesh, *spec: Any) -> jax.Array:
     """The array on a grid of devices."""
-    return jax.device_put(array, jax.sharding.NamedSharding(grid, jax.sharding.PartitionSpec(*spec)))
+    placed: jax.Array = jax.device_put(array, on(grid, *spec))
+    return placed
+
+
+def on(grid: jax.sharding.Mesh, *spec: Any) -> jax.sharding.NamedSharding:
+    """A sharding whose spec names an axis of the grid, or None, for each axis of the array."""
+    partition: Any = jax.sharding.PartitionSpec
+    return jax.sharding.NamedSharding(grid, partition(*spec))
+
+
+def shape(like: Any, dtype: Any = None, sharding: Any = None) -> Any:
+    """What stands for an array as a target: of the shape `like` (or of its shape), `dtype` and `sharding`."""
+    struct: Any = jax.ShapeDtypeStruct
+    if isinstance(like, tuple):
+        return struct(like, dtype, sharding=sharding)
+    return struct(like.shape, like.dtype if dtype is None else dtype, sharding=sharding)

@@ -52,7 +52,10 @@ def tree(writer: str) -> dict[str, Any]:
         },
         "small": [
             jnp.asarray(some(ml_dtypes.int4, 5)),
-            {"e4m3": jnp.asarray(some(ml_dtypes.float8_e4m3fn, 3, 3)), "e5m2": jnp.asarray(some("f4", 4), "float8_e5m2")},
+            {
+                "e4m3": jnp.asarray(some(ml_dtypes.float8_e4m3fn, 3, 3)),
+                "e5m2": jnp.asarray(some("f4", 4), "float8_e5m2"),
+            },
         ],
         "pair": Pair(jnp.asarray(some("i4", 2, 0 + 3)), (jnp.asarray(True), jnp.asarray(some("u2", 3)))),
         "scalar": jnp.float32(-0.0),

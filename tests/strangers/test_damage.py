@@ -14,11 +14,10 @@ import torch
 
 import tierkeep_jax
 import tierkeep_torch
-from tierkeep.errors import CorruptCheckpointError, TierkeepError, UnsupportedFormatError
-from tierkeep.options import SaveOptions
-
 from tests.strangers.compare import bits, flat
 from tests.strangers.orbax_writers import write
+from tierkeep.errors import CorruptCheckpointError, TierkeepError, UnsupportedFormatError
+from tierkeep.options import SaveOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,14 +107,13 @@ def test_a_file_that_is_missing_or_cut_short_is_an_error_or_does_not_matter(writ
                 path.write_bytes(whole[:kept])
             try:
                 found = flat(tierkeep_torch.load(tmp_path / "c"))
-            except TierkeepError as error:
+            except TierkeepError:
                 raised += 1
-                assert str(tmp_path) in str(error), path
-            else:
-                # Where chunks equal to the fill value are left out, one that is missing cannot be told from them.
-                elided = kept is None and path.parent.name != "c"
-                expected = flat(state)
-                assert found == expected or elided, (path, kept)
+                continue
+            # Without Orbax's metadata it is a directory of arrays. Where Orbax leaves out chunks of the fill value, one
+            # that is missing cannot be told from them.
+            excused = kept is None and (path.name == "_METADATA" or path.parent.parent.name == "c")
+            assert excused or found == flat(state), (path, kept)
         path.write_bytes(whole)
     assert raised >= 8
 
@@ -130,7 +128,10 @@ def edited(change: Callable[[Any], None]) -> Callable[[Path], None]:
 
 
 def text(content: str) -> Callable[[Path], None]:
-    return lambda path: path.write_text(content) and None
+    def replace(path: Path) -> None:
+        path.write_text(content)
+
+    return replace
 
 
 METADATA = {

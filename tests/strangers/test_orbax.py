@@ -15,10 +15,9 @@ from flax import nnx
 
 import tierkeep_jax
 import tierkeep_torch
-from tierkeep.errors import InvalidStateError, MismatchError
-
-from tests.strangers.compare import bits, flat, mesh, spread
+from tests.strangers.compare import bits, flat, mesh, on, shape, spread
 from tests.strangers.orbax_writers import WRITERS, Pair, tree, write
+from tierkeep.errors import InvalidStateError, MismatchError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,6 +31,10 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return path, state
 
 
+def structure(state: Any) -> Any:
+    return jax.tree.structure(state)
+
+
 def resharded(state: Any) -> Any:
     """The same tree with every jax array as a shape on other devices, in another split."""
 
@@ -40,8 +43,8 @@ def resharded(state: Any) -> Any:
             return leaf
         grid = mesh(2, 4)
         spec = [name if n % grid.shape[name] == 0 else None for n, name in zip(leaf.shape, ("y", "x"), strict=False)]
-        sharding = jax.sharding.NamedSharding(grid, jax.sharding.PartitionSpec(*spec))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        sharding = on(grid, *spec)
+        return shape(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(target, state)
 
@@ -63,7 +66,7 @@ def test_jax_restores_onto_other_devices(written: tuple[Path, dict[str, Any]]) -
     path, state = written
     target = resharded(state)
     found = tierkeep_jax.load(path, target)
-    assert jax.tree.structure(found) == jax.tree.structure(state)
+    assert structure(found) == structure(state)
     assert type(found["pair"]) is Pair
     assert flat(found) == flat(state)
     assert found["params"]["w"].sharding == target["params"]["w"].sharding
@@ -84,7 +87,7 @@ def test_torch_gives_back_the_tree_without_a_target(written: tuple[Path, dict[st
 
 def test_torch_fills_its_own_tensors(written: tuple[Path, dict[str, Any]]) -> None:
     path, state = written
-    into = {
+    into: dict[str, Any] = {
         "params": {
             "w": torch.full((16, 24), 9.0),
             "b": torch.zeros(24, dtype=torch.bfloat16),
@@ -93,10 +96,10 @@ def test_torch_fills_its_own_tensors(written: tuple[Path, dict[str, Any]]) -> No
         },
         "step": 0,
     }
-    before = into["params"]["w"]  # type: ignore[index]
+    before = into["params"]["w"]
     found = tierkeep_torch.load(path, into, unexpected="ignore")
     assert found is into
-    assert into["params"]["w"] is before  # type: ignore[index]
+    assert into["params"]["w"] is before
     expected = flat({"params": state["params"], "step": state["step"]})
     assert flat(into) == expected
 
@@ -116,10 +119,10 @@ def test_a_dry_run_says_what_would_be_read_and_how_the_target_differs(written: t
     target = resharded(state)
     plan = tierkeep_jax.load(path, target, dry_run=True)
     assert plan.path == str(path)
-    assert not (plan.missing or plan.unexpected or plan.shape or plan.structure or plan.casts)
+    assert plan.missing == plan.unexpected == plan.shape == plan.structure == plan.casts == ()
     assert "params.w" in plan.names
-    target["params"] = {"w": jax.ShapeDtypeStruct((16, 23), jnp.float32), "other": jnp.zeros(2)}
-    target["nan"] = jax.ShapeDtypeStruct((4,), jnp.float16)
+    target["params"] = {"w": shape((16, 23), jnp.float32), "other": jnp.zeros(2)}
+    target["nan"] = shape((4,), jnp.float16)
     differs = tierkeep_jax.load(path, target, dry_run=True)
     assert differs.missing == ("params.other",)
     assert sorted(differs.unexpected) == ["params.b", "params.both", "params.copies"]
@@ -146,7 +149,7 @@ def test_an_optax_state_comes_back_in_its_own_classes(writer: str, tmp_path: Pat
     write(writer, tmp_path / "c", {"params": params, "opt": state, "empty": optax.EmptyState()})
     target = jax.tree.map(jnp.zeros_like, {"params": params, "opt": state, "empty": optax.EmptyState()})
     found = tierkeep_jax.load(tmp_path / "c", target)
-    assert jax.tree.structure(found) == jax.tree.structure(target)
+    assert structure(found) == structure(target)
     assert flat(found["opt"]) == flat(state)
     assert flat(tierkeep_torch.load(tmp_path / "c")["params"]) == flat(params)
 
@@ -156,7 +159,9 @@ def test_an_optax_state_comes_back_in_its_own_classes(writer: str, tmp_path: Pat
 def test_an_nnx_state_with_numbers_as_keys_comes_back(writer: str, pure: bool, tmp_path: Path) -> None:
     def model(seed: int) -> nnx.Module:
         rngs = nnx.Rngs(seed)
-        return nnx.Sequential(nnx.Linear(3, 4, rngs=rngs), nnx.relu, nnx.BatchNorm(4, rngs=rngs), nnx.Linear(4, 2, rngs=rngs))
+        return nnx.Sequential(
+            nnx.Linear(3, 4, rngs=rngs), nnx.relu, nnx.BatchNorm(4, rngs=rngs), nnx.Linear(4, 2, rngs=rngs)
+        )
 
     def state_of(seed: int) -> Any:
         state = nnx.state(model(seed))
@@ -166,7 +171,7 @@ def test_an_nnx_state_with_numbers_as_keys_comes_back(writer: str, pure: bool, t
     write(writer, tmp_path / "c", state)
     found = tierkeep_jax.load(tmp_path / "c", state_of(2))
     assert type(found) is type(state)
-    assert jax.tree.structure(found) == jax.tree.structure(state)
+    assert structure(found) == structure(state)
     assert list(map(bits, jax.tree.leaves(found))) == list(map(bits, jax.tree.leaves(state)))
 
 
@@ -177,19 +182,19 @@ def test_a_single_array_comes_back_as_itself(tmp_path: Path) -> None:
     assert bits(tierkeep_torch.load(tmp_path / "c", torch.zeros(2, 3))) == bits(array)
 
 
-def test_a_dtype_that_torch_lacks_is_an_error_that_names_the_leaf(tmp_path: Path) -> None:
-    array = jnp.ones(3, jnp.float8_e3m4)
-    write("standard", tmp_path / "c", {"odd": array, "even": jnp.ones(2)})
-    with pytest.raises(InvalidStateError, match="odd.*float8_e3m4"):
-        tierkeep_torch.load(tmp_path / "c")
-    assert flat(tierkeep_torch.load(tmp_path / "c", keys=["even"])) == flat({"even": jnp.ones(2)})
-    assert flat(tierkeep_jax.load(tmp_path / "c")) == flat({"odd": array, "even": jnp.ones(2)})
+def test_a_dtype_that_torch_lacks_comes_back_in_numpy(tmp_path: Path) -> None:
+    state = {"odd": jnp.ones(3, jnp.float8_e3m4), "even": jnp.ones(2)}
+    write("standard", tmp_path / "c", state)
+    found = tierkeep_torch.load(tmp_path / "c")
+    assert flat(found) == flat(state) == flat(tierkeep_jax.load(tmp_path / "c"))
+    assert type(found["odd"]) is np.ndarray
+    assert isinstance(found["even"], torch.Tensor)
 
 
 def test_a_dtype_is_converted_only_if_asked(tmp_path: Path) -> None:
     array = jnp.arange(6.0)
     write("standard", tmp_path / "c", {"a": array})
-    target = {"a": jax.ShapeDtypeStruct((6,), jnp.bfloat16)}
+    target = {"a": shape((6,), jnp.bfloat16)}
     with pytest.raises(MismatchError, match="float32"):
         tierkeep_jax.load(tmp_path / "c", target)
     assert bits(tierkeep_jax.load(tmp_path / "c", target, dtype="cast")["a"]) == bits(array.astype(jnp.bfloat16))
@@ -197,7 +202,7 @@ def test_a_dtype_is_converted_only_if_asked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("writer", ["standard", "pytree"])
 def test_a_step_directory_and_a_managers_root_are_read(writer: str, tmp_path: Path) -> None:
-    state = {"w": jnp.arange(6.0), "b": [jnp.ones(2)]}
+    state: dict[str, Any] = {"w": jnp.arange(6.0), "b": [jnp.ones(2)]}
     args = ocp.args.StandardSave if writer == "standard" else ocp.args.PyTreeSave
     with ocp.CheckpointManager(tmp_path / "root", options=ocp.CheckpointManagerOptions(max_to_keep=2)) as manager:
         for step in (1, 5, 10):

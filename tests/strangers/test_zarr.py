@@ -15,9 +15,8 @@ import torch
 
 import tierkeep_jax
 import tierkeep_torch
+from tests.strangers.compare import bits, mesh, on, shape
 from tierkeep.errors import UnsupportedFormatError
-
-from tests.strangers.compare import bits, flat, mesh
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,8 +96,8 @@ def test_arrays_are_restored_onto_eight_devices_and_in_part(spec: dict[str, Any]
     data = np.arange(16 * 24, dtype="f4").reshape(16, 24)
     put(tmp_path / "c", "w", data, spec)
     put(tmp_path / "c", "deep/v", matrix(), spec)
-    sharding = jax.sharding.NamedSharding(mesh(2, 4), jax.sharding.PartitionSpec("y", "x"))
-    target = {"w": jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)}
+    sharding = on(mesh(2, 4), "y", "x")
+    target = {"w": shape(data.shape, data.dtype, sharding=sharding)}
     found = tierkeep_jax.load(tmp_path / "c", target, unexpected="ignore")["w"]
     assert found.sharding == sharding
     assert bits(found) == bits(data)

@@ -425,3 +425,25 @@ def test_two_saved_tensors_do_not_fit_one_tensor_of_the_target(tmp_path: Path) -
     with pytest.raises(MismatchError, match="b: one memory with a"):
         tk.load(tmp_path / "c", {"a": one, "b": one})
     assert (one == 7).all()
+
+
+def test_an_optimizer_of_other_groups_is_refused_before_anything_is_filled(tmp_path: Path) -> None:
+    saved = torch.nn.Linear(3, 2)
+    tk.save({"m": saved, "o": torch.optim.SGD(saved.parameters(), 0.1)}, tmp_path / "c")
+    model = torch.nn.Linear(3, 2)
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], 0.1)
+    with pytest.raises(MismatchError, match=r"o: parameter groups of \[2\].*of \[1, 1\]"):
+        tk.load(tmp_path / "c", {"m": model, "o": optimizer})
+    assert torch.equal(model.weight, before)
+
+
+def test_a_parameter_tied_to_a_plain_tensor_comes_back_as_a_parameter_on_the_same_memory(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.arange(6.0))
+    tk.save({"data": weight.data, "weight": weight, "again": weight}, tmp_path / "c")
+    found = tk.load(tmp_path / "c")
+    assert type(found["data"]) is torch.Tensor
+    assert type(found["weight"]) is torch.nn.Parameter
+    assert found["again"] is found["weight"]
+    assert found["weight"].data_ptr() == found["data"].data_ptr()
+    assert torch.equal(found["weight"].detach(), weight.detach())

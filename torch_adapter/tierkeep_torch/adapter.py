@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tierkeep.adapter import Branch, Destination, Stateful
+from tierkeep.restore.place import allocate_numpy
 from tierkeep.tree import Node, Value
 
 from . import place, stage
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tierkeep.leaf import Leaf, LeafSpec
+    from tierkeep.tree import Tree
 
 __all__ = ["TorchAdapter"]
 
@@ -52,7 +54,7 @@ class TorchAdapter:
         if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
             if not callable(getattr(value, "load_state_dict", None)):
                 raise TypeError(f"an object of type {cls.__qualname__} has state_dict() but no load_state_dict()")
-            return Stateful(value.state_dict(), value.load_state_dict, in_place=False)
+            return Stateful(value.state_dict(), value.load_state_dict, in_place=False, check=_fits(value))
         return None
 
     def encode_value(self, value: Any) -> Any:
@@ -80,12 +82,42 @@ class TorchAdapter:
         return None if layout is None else _rebuild_sparse(layout, dict(zip(node.keys, children, strict=True)))
 
     def allocate(self, spec: LeafSpec, device: Any) -> Destination:
+        if not place.holds(spec.dtype):
+            # What torch has no dtype for comes back in numpy, where no bit is lost.
+            return allocate_numpy(spec._replace(kind="ndarray"))
         return place.allocate(spec, device)
 
     def destination(self, target: Any, stored: LeafSpec) -> Destination | None:
         if not isinstance(target, torch.Tensor) or target.layout in _SPARSE:
             return None
         return place.destination(target, stored)
+
+
+def _fits(value: Any) -> Callable[[Tree], str | None] | None:
+    """Asks what an optimizer's own `load_state_dict` asks, which would only do so after everything was read."""
+    own = torch.optim.Optimizer
+    if not isinstance(value, own) or type(value).load_state_dict is not own.load_state_dict:
+        return None
+    if value._optimizer_load_state_dict_pre_hooks:
+        return None  # they may make another state of it
+    optimizer = value
+
+    def check(tree: Tree) -> str | None:
+        wanted = [len(group["params"]) for group in optimizer.param_groups]
+        groups = _child(tree, "param_groups")
+        saved = [_child(group, "params") for group in groups.children] if isinstance(groups, Node) else []
+        sizes = [len(params.children) if isinstance(params, Node) else None for params in saved]
+        if sizes == wanted:
+            return None
+        return f"parameter groups of {sizes} parameters in the checkpoint, of {wanted} in the target's optimizer"
+
+    return check
+
+
+def _child(tree: Tree, key: str) -> Tree:
+    if not isinstance(tree, Node) or key not in tree.keys:
+        return None
+    return tree.children[tree.keys.index(key)]
 
 
 def _sparse(value: torch.Tensor) -> Branch:

@@ -14,7 +14,12 @@ from tierkeep.memory.buffers import HUGE_NBYTES, advise_huge
 
 from .stage import _INTS, _numpy_int, check_kind, dtype_name, host_bits
 
-__all__ = ["allocate", "destination", "marked"]
+__all__ = ["allocate", "destination", "holds", "marked"]
+
+
+def holds(name: str) -> bool:
+    """Whether torch has tensors of this dtype."""
+    return isinstance(getattr(torch, name, None), torch.dtype)
 
 
 def allocate(spec: LeafSpec, device: Any) -> Destination:
@@ -28,7 +33,7 @@ def allocate(spec: LeafSpec, device: Any) -> Destination:
         advise_huge(tensor.data_ptr(), nbytes)
 
     region = Region(Box.whole(spec.shape), _bit_sink(tensor))
-    return Destination(spec, (region,), lambda: marked(tensor, spec.ext))
+    return Destination(spec, (region,), lambda: marked(tensor, spec.ext), lambda mark: marked(tensor.detach(), mark))
 
 
 def marked(tensor: torch.Tensor, mark: str | None) -> torch.Tensor:
@@ -58,7 +63,7 @@ def destination(target: torch.Tensor, stored: LeafSpec) -> Destination:
         return target
 
     memory = (data.data_ptr(), data.stride(), spec.shape, name, data.device) if data.numel() else None
-    return Destination(spec, (Region(Box.whole(spec.shape), sink),), finish, memory)
+    return Destination(spec, (Region(Box.whole(spec.shape), sink),), finish, memory=memory)
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

@@ -42,7 +42,7 @@ def open_source(disk: LocalDisk, path: Path, *, direct: bool, holds: str) -> Ite
     """
     try:
         disk.size(path)
-    except FileNotFoundError:  # a link that leads nowhere is nothing too
+    except (FileNotFoundError, NotADirectoryError):  # a link that leads nowhere is nothing too
         raise CheckpointNotFoundError(str(path), "anything at that path", holds) from None
     with contextlib.ExitStack() as stack:
         if disk.is_dir(path):

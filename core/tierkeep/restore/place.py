@@ -23,6 +23,7 @@ from ..leaf import Box, LeafSpec
 from ..tree import NamedMapping, Node, Tree, Value, decode_key, decode_value, is_sequence, join, rebuild, walk
 
 if TYPE_CHECKING:
+    from ..format.part import LeafRecord
     from ..options import RestoreOptions
     from .source import Contents
 
@@ -151,7 +152,9 @@ class _Placer:
         self.dry_run = dry_run
         self.selected = selected
         self.placement = Placement()
-        self.built: dict[int, Finish] = {}  # by owner: tied leaves come back as one object
+        # By owner and mark: tied leaves come back as one object, or at least as one memory.
+        self.built: dict[tuple[int, str | None], Finish] = {}
+        self.allocated: dict[int, Destination] = {}
         self.filled: dict[Any, int] = {}  # memory that is being filled, and the leaf it is filled from
 
     # Without a target
@@ -179,19 +182,32 @@ class _Placer:
         record = self.whole.leaves[number]
         owner = number if record.tie is None else record.tie
         self.placement.names.append(record.name)
-        if owner not in self.built:
-            if self.dry_run:
-                destination = _unplaced(record.spec)
-            elif record.spec.kind == "array":
-                try:
-                    destination = self.adapter.allocate(record.spec, self.device)
-                except TypeError as error:
-                    raise InvalidStateError(f"leaf {record.name!r}: {error}. Nothing was read.") from error
+        key = (owner, record.spec.ext)
+        if key not in self.built:
+            known = self.allocated.get(owner)
+            if known is not None and known.again is not None:
+                again = known.again
+                self.built[key] = _once(lambda: again(record.spec.ext))
             else:
-                destination = allocate_numpy(record.spec)
-            self.fill(owner, destination)
-            self.built[owner] = _once(destination.finish)
-        return self.built[owner]
+                self.built[key] = _once(self.allocate(owner, record).finish)
+        return self.built[key]
+
+    def allocate(self, owner: int, record: LeafRecord) -> Destination:
+        """New memory for a leaf, which is going to be filled."""
+        if self.dry_run:
+            destination = _unplaced(record.spec)
+        else:
+            own = record.spec.kind == "array"
+            try:
+                destination = self.adapter.allocate(record.spec, self.device) if own else allocate_numpy(record.spec)
+            except TypeError as error:
+                raise InvalidStateError(
+                    f"leaf {record.name!r}: {error}; name the leaves to restore with keys=, or restore this one "
+                    "with the framework that saved it. Nothing was read."
+                ) from error
+        self.allocated[owner] = destination
+        self.fill(owner, destination)
+        return destination
 
     def value(self, value: Value, path: Sequence[Any]) -> Finish:
         raw = self.whole.values[value.number]
@@ -285,6 +301,10 @@ class _Placer:
 
     def match_stateful(self, target: Any, stateful: Stateful, tree: Tree, path: tuple[Any, ...]) -> Finish:
         load = stateful.load
+        refused = stateful.check(tree) if stateful.check is not None else None
+        if refused is not None:
+            self.placement.structure.append(f"{join(path)}: {refused}")
+            return lambda: target
         inner = self.match(stateful.state, tree, path) if stateful.in_place else self.build(tree, path)
         return self.loaded(target, inner, load)
 
@@ -455,9 +475,10 @@ def _unplaced(spec: LeafSpec) -> Destination:
 
 
 def allocate_numpy(spec: LeafSpec) -> Destination:
+    """A new numpy array or scalar. Raises TypeError if numpy has no such dtype."""
     dtype = dtypes.numpy_dtype(spec.dtype)
     if dtype is None:
-        raise InvalidStateError(f"numpy has no dtype {spec.dtype}. Nothing was read.")
+        raise TypeError(f"neither the framework nor numpy has the dtype {spec.dtype} here")
     array = np.empty(spec.shape, dtype)
     finish: Finish = {"ndarray": lambda: array, "npscalar": lambda: array[()]}.get(spec.kind, lambda: array.item())
     return Destination(spec, (Region(Box.whole(spec.shape), numpy_sink(array, spec.dtype)),), finish)
@@ -477,7 +498,7 @@ def _numpy_destination(target: np.ndarray[Any, Any], stored: LeafSpec | None, *,
         if in_place and array.size
         else None
     )
-    return Destination(spec, (Region(Box.whole(target.shape), sink),), lambda: array, memory)
+    return Destination(spec, (Region(Box.whole(target.shape), sink),), lambda: array, memory=memory)
 
 
 _COMPLEX = frozenset({"complex32", "bcomplex32", "complex64", "complex128"})

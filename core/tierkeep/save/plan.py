@@ -154,6 +154,7 @@ def plan_save(snapshot: Snapshot, options: SaveOptions) -> SavePlan:
             chunk, grid = leaves[owner].chunk, leaves[owner].grid
         else:
             boxes = [shard.box for shard in leaf.shards]
+            _check_within(names[number], leaf.shape, boxes)
             chunk = chunk_shape(leaf.shape, boxes, itemsize, options.chunk_nbytes)
             grid = tuple(-(-n // c) for n, c in zip(leaf.shape, chunk, strict=True))
             size = math.prod(chunk) * itemsize
@@ -252,6 +253,14 @@ def _units(shape: Sequence[int], boxes: Iterable[Box]) -> list[int | None]:
     return units
 
 
+def _check_within(name: str, shape: Sequence[int], boxes: Iterable[Box]) -> None:
+    for box in boxes:
+        if len(box.start) != len(shape) or any(
+            a < 0 or m < 0 or a + m > n for a, m, n in zip(box.start, box.shape, shape, strict=True)
+        ):
+            raise InvalidStateError(f"leaf {name!r}: shard {box} is not within {tuple(shape)}. Nothing was written.")
+
+
 def _nearest_divisor(n: int, wanted: int) -> int:
     best = n
     for low in range(1, math.isqrt(n) + 1):
@@ -267,19 +276,10 @@ def _cover(
     name: str, shape: Sequence[int], chunk: Sequence[int], grid: Sequence[int], shards: Sequence[Any]
 ) -> list[tuple[int, int, Box]]:
     """(grid number, shard, part of the shard) of every chunk, each exactly once. Raises InvalidStateError."""
-    if len(grid) == 0:
-        return [(0, 0, Box((), ()))]
     if 0 in shape:
         return []
     chosen: dict[Box, int] = {}
     for number, shard in enumerate(shards):
-        begin, sizes = shard.box
-        if len(begin) != len(shape) or any(
-            a < 0 or m < 0 or a + m > n for a, m, n in zip(begin, sizes, shape, strict=True)
-        ):
-            raise InvalidStateError(
-                f"leaf {name!r}: shard {shard.box} is not within {tuple(shape)}. Nothing was written."
-            )
         known = chosen.get(shard.box)
         if known is None or shard.replica < shards[known].replica:
             chosen[shard.box] = number

@@ -6,6 +6,7 @@ next block overlapping the write of the last.
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -35,11 +36,17 @@ def write_image(
     """
     crcs: list[list[int]] = [[] for _ in plan.extents]
     image = disk.create_image(path, plan.image_nbytes, direct=options.direct)
+    turns = threading.Semaphore(os.cpu_count() or 1)  # more copies at once only push each other out of the cache
     try:
 
         def job(lane: int, number: int) -> None:
-            batch = plan.batches[number]
-            stage_batch(plan, batch, leaves, options.block_nbytes, buffers.lane(lane), image.write, crcs)
+            runs = stage_batch(plan, plan.batches[number], leaves, options.block_nbytes, buffers.lane(lane), crcs)
+            while True:
+                with turns:
+                    run = next(runs, None)
+                if run is None:
+                    return
+                image.write(*run)
 
         run_lanes(min(options.lanes, buffers.count), range(len(plan.batches)), job)
         image.sync()

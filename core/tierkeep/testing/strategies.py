@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 import decimal
 import fractions
+import itertools
 import math
 import pathlib
 import struct
@@ -199,7 +200,9 @@ def states(
     if leaves is None:
         leaves = _leaves(names)
     return st.recursive(
-        leaves, lambda inner: _containers(inner, keys() if mapping_keys is None else mapping_keys), max_leaves=max_leaves
+        leaves,
+        lambda inner: _containers(inner, keys() if mapping_keys is None else mapping_keys),
+        max_leaves=max_leaves,
     )
 
 
@@ -264,7 +267,7 @@ def exact_form(value: Any) -> Any:
 def leaf_forms(value: Any, path: tuple[str, ...] = ()) -> dict[str, Any]:
     """The form of every leaf and empty container of a state, by storage name."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        value = value._asdict()
+        value = dict(zip(value._fields, value, strict=True))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif isinstance(value, list | tuple | collections.deque):
@@ -314,7 +317,7 @@ def grids(draw: st.DrawFn, shape: tuple[int, ...], *, most: int = 3) -> list[Box
     for n in shape:
         inner = draw(st.lists(st.integers(1, n - 1), max_size=most - 1, unique=True)) if n > 1 else []
         cuts = [0, *sorted(inner), n]
-        spans = [(a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+        spans = [(a, b - a) for a, b in itertools.pairwise(cuts)]
         found = [Box((*box.start, a), (*box.shape, m)) for box in found for a, m in spans]
     return found
 
