@@ -80,7 +80,7 @@ class ByteModel(nnx.Module):
 def train(root: Path | None, losses: Path) -> None:
     """Train to the end, from the newest whole step under `root` if there is one; say on stdout what happens."""
     text = jnp.asarray(standard_library_sources(TEXT_NBYTES))
-    graph, params, rest = nnx.split(ByteModel(nnx.Rngs(0)), nnx.Param, ...)
+    graph, (params, rest) = _split(ByteModel(nnx.Rngs(0)))
     optimizer = optax.adamw(1e-3)
     advance = _make_step(graph, optimizer, text)
     # Everything that decides how the training goes on: any pytree will do.
@@ -111,11 +111,17 @@ def train(root: Path | None, losses: Path) -> None:
     _say("finished", digest=_digest(jax.tree.leaves(arrays["params"])))
 
 
+def _split(model: ByteModel) -> tuple[Any, tuple[Any, Any]]:
+    """Its structure; its parameters and the rest of its state."""
+    graph, *states = nnx.split(model, nnx.Param, ...)
+    return graph, (states[0], states[1])
+
+
 def _make_step(graph: Any, optimizer: optax.GradientTransformation, text: jax.Array) -> Callable[..., Any]:
     def loss_of(params: Any, rest: Any, window: jax.Array, following: jax.Array) -> tuple[jax.Array, Any]:
         model = nnx.merge(graph, params, rest, copy=True)  # its dropout counts on, in this trace
         loss = optax.softmax_cross_entropy_with_integer_labels(model(window), following).mean()
-        return loss, nnx.split(model, nnx.Param, ...)[2]
+        return loss, _split(model)[1][1]
 
     @jax.jit
     def advance(arrays: dict[str, Any]) -> tuple[jax.Array, dict[str, Any]]:

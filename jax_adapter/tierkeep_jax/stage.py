@@ -48,7 +48,10 @@ def leaf(array: jax.Array) -> Leaf:
         for shard in array.addressable_shards
         if shard.replica_id == 0
     )
-    return Leaf("array", dtype.name, array.shape, shards, id(array) if array.size else None, ext, _orbax(sharding))
+    # Not by id(array): a node may make its arrays as it is flattened, and the id of one that is gone is given again.
+    buffers = tuple((s.array.__array_interface__["data"][0], s.box) for s in shards)
+    tied = (dtype.name, array.shape, buffers) if array.size else None
+    return Leaf("array", dtype.name, array.shape, shards, tied, ext, _orbax(sharding))
 
 
 def is_key(array: Any) -> bool:

@@ -85,7 +85,7 @@ def states() -> dict[str, Any]:
     partition: Any = jax.sharding.PartitionSpec
     spread = jax.device_put(some("float32", 16, 24), jax.sharding.NamedSharding(grid, partition("x", "y")))
     arrays = {name: jnp.asarray(some(name, 2, 3)) for name in DTYPES if place.holds(name)}
-    plain = {"step": 12, "rate": 0.5, "name": "a run", "none": None, "empty": [{}, (), []]}
+    plain = {"step": 12, "rate": 0.5, "none": None, "empty": [{}, (), []]}
     return {
         "torch": {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "dtypes": tensors, "plain": plain,
                   "scalar": torch.tensor(-0.0), "view": torch.arange(20.0).reshape(4, 5)[::2, 1:3].t()},
@@ -100,8 +100,15 @@ def written_by_tierkeep(folder: Path) -> None:
         adapter: Any = {"torch": tierkeep_torch, "jax": tierkeep_jax}[framework]
         with adapter.Checkpointer(case / "root") as checkpointer:
             checkpointer.save(3, state)
-        seen = jax.tree.map(_seen, state) if framework == "torch" else state
+        seen = jax.tree.map(_seen, state)
+        (case / "structure.json").write_text(json.dumps(jax.tree.map(_kind, seen)))
         (case / "expected.json").write_text(json.dumps(dict(flat(seen))))
+
+
+def _kind(leaf: Any) -> str:
+    if isinstance(leaf, jax.Array):
+        return "random key" if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else "jax"
+    return "numpy" if isinstance(leaf, np.ndarray) else "value"
 
 
 def _seen(leaf: Any) -> Any:

@@ -69,6 +69,7 @@ def _same(found: list[Any] | None, expected: list[Any] | None) -> bool:
 def read(case: Path) -> dict[str, str]:
     """Every way to read the step 3 of the root `case / "root"`."""
     expected = json.loads((case / "expected.json").read_text())
+    structure = json.loads((case / "structure.json").read_text())
     arrays = {name: value for name, value in expected.items() if len(value) == 3}
     item = case / "root" / "3" / "default"
 
@@ -77,9 +78,8 @@ def read(case: Path) -> dict[str, str]:
             return checkpointer.restore(item)
 
     def onto_devices() -> Any:
-        target = jax.tree.map(_target, standard())
         with ocp.StandardCheckpointer() as checkpointer:
-            return checkpointer.restore(item, target)
+            return checkpointer.restore(item, _target(structure, expected, ()))
 
     def pytree() -> Any:
         with ocp.PyTreeCheckpointer() as checkpointer:
@@ -98,7 +98,7 @@ def read(case: Path) -> dict[str, str]:
 
     ways: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         "StandardCheckpointer": (standard, expected),
-        "StandardCheckpointer, onto 8 devices": (onto_devices, expected),
+        "StandardCheckpointer with a target": (onto_devices, expected),
         "PyTreeCheckpointer": (pytree, expected),
         "CheckpointManager.restore(step)": (manager, expected),
         "TensorStore, zarr3 in OCDBT": (plain, arrays),
@@ -112,14 +112,27 @@ def read(case: Path) -> dict[str, str]:
     return results
 
 
-def _target(leaf: Any) -> Any:
+def _target(structure: Any, expected: dict[str, list[Any]], path: tuple[str, ...]) -> Any:
+    """What stands for the tree: arrays as shapes on a mesh of all devices. A leaf of `structure` says its kind."""
+    if isinstance(structure, dict):
+        return {key: _target(value, expected, (*path, key)) for key, value in structure.items()}
+    if isinstance(structure, list):
+        return [_target(value, expected, (*path, str(number))) for number, value in enumerate(structure)]
+    if structure is None:
+        return None
+    found = expected[".".join(path)]
+    if structure == "value":
+        return found[0]
+    if structure == "random key":
+        return jax.random.key(0)
+    dtype, shape, _ = found
+    if structure == "numpy":
+        return np.zeros(shape, dtype)
     struct: Any = jax.ShapeDtypeStruct
     partition: Any = jax.sharding.PartitionSpec
-    if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return leaf
     grid = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
-    spec = [name if n % grid.shape[name] == 0 else None for n, name in zip(leaf.shape, ("y", "x"), strict=False)]
-    return struct(leaf.shape, leaf.dtype, sharding=jax.sharding.NamedSharding(grid, partition(*spec)))
+    spec = [name if n % grid.shape[name] == 0 else None for n, name in zip(shape, ("y", "x"), strict=False)]
+    return struct(shape, dtype, sharding=jax.sharding.NamedSharding(grid, partition(*spec)))
 
 
 def write(folder: Path) -> dict[str, str]:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from tierkeep.checkpointer import Checkpointer, Engine
 from tierkeep.errors import InvalidStateError
 from tierkeep.format import dtypes
+from tierkeep.format.checksum import crc32c
 from tierkeep.leaf import ArrayShard, Box, Leaf
 from tierkeep.memory.buffers import Buffers
 from tierkeep.options import PAGE, RestoreOptions, SaveOptions
@@ -174,6 +175,7 @@ def test_what_was_saved_in_shards_is_read_in_any_boxes(
     assert tk.exact_form(whole["w"]) == tk.exact_form(state.array)
     assert tk.exact_form(stored_array(path, "w")) == stored_form(state.array)
     sources = [state.array, other]
+    check_image(path, sources)
     wants = [
         (leaf, data.draw(tk.boxes(sources[leaf].shape)))
         for leaf in data.draw(st.lists(st.sampled_from([0, 1]), max_size=5))
@@ -181,6 +183,26 @@ def test_what_was_saved_in_shards_is_read_in_any_boxes(
     got = read_boxes(path, wants, sources, restoring)
     for (leaf, box), array in zip(wants, got, strict=True):
         assert tk.exact_form(array) == tk.exact_form(np.asarray(sources[leaf][box.slices()]))
+
+
+def check_image(path: Path, sources: Sequence[np.ndarray[Any, Any]]) -> None:
+    """Every byte of the image is a chunk's, its checksum's, or zero; what an edge chunk overhangs is zero too."""
+    with open_checkpoint(DISK, path, direct=False, holds="") as opened:
+        (part,), (image,) = opened.parts, opened.images
+        wanted = np.zeros(part.image_nbytes, np.uint8)
+        for (leaf, number), chunk in part.chunks.items():
+            record = opened.whole.leaves[leaf]
+            place = np.unravel_index(number, record.grid) if record.grid else ()
+            begin = tuple(int(at) * step for at, step in zip(place, record.chunk, strict=True))
+            held = Box(begin, record.chunk).intersect(Box.whole(record.spec.shape))
+            assert held is not None
+            full = np.zeros(record.chunk_nbytes, np.uint8).view(sources[leaf].dtype).reshape(record.chunk)
+            full[held.shifted(begin).slices()] = sources[leaf][held.slices()]
+            data = full.tobytes()
+            data += crc32c(data).to_bytes(4, "little")
+            wanted[chunk.offset : chunk.offset + len(data)] = np.frombuffer(data, np.uint8)
+    if image is not None:
+        assert image.path.read_bytes() == wanted.tobytes()
 
 
 def read_boxes(

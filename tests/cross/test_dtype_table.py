@@ -12,6 +12,7 @@ import torch
 
 import tierkeep_jax.place
 import tierkeep_torch.place
+from tests.jax import trees
 from tierkeep.format import dtypes
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "dtypes.md"
@@ -33,7 +34,7 @@ def test_a_row_says_what_is_stored(name: str) -> None:
 
 @pytest.mark.parametrize(("column", "library"), [pytest.param(1, "ml_dtypes", id="numpy"), (2, "JAX"), (3, "torch")])
 def test_a_column_says_what_the_framework_has(column: int, library: str) -> None:
-    with jax.enable_x64(True):
+    with trees.enable_x64(True):
         holds = (
             lambda name: dtypes.numpy_dtype(name) is not None,
             tierkeep_jax.place.holds,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -13,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 import tierkeep_jax
 from tests.jax import trees
 from tierkeep.errors import CheckpointExistsError, CheckpointNotFoundError, ClosedError, UnsupportedLeafError
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path

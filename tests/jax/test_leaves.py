@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,7 @@ def test_a_traced_array_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tree", [{"w": jnp.ones(2)}, jnp.ones(2), [1], None])
 def test_swapped_arguments_are_a_type_error_that_says_so(tmp_path: Path, tree: Any) -> None:
     with pytest.raises(TypeError, match="path first"):
-        tierkeep_jax.save(tree, str(tmp_path / "c"))  # type: ignore[arg-type]
+        tierkeep_jax.save(tree, str(tmp_path / "c"))
 
 
 def test_a_string_is_a_tree_like_any_other(tmp_path: Path) -> None:
@@ -110,6 +110,32 @@ def test_one_array_under_two_names_is_stored_once_and_fits_any_target(tmp_path: 
         "d": [jnp.zeros(16)],
     }
     trees.assert_same(tierkeep_jax.load(tmp_path / "c", untied | {"e": jnp.zeros(16)}), tree)
+
+
+@jax.tree_util.register_pytree_node_class
+class MadeWhenFlattened:
+    """Its array lives no longer than the flattening."""
+
+    def __init__(self, value: Any, *, sharded: bool) -> None:
+        self.value, self.sharded = value, sharded
+
+    def tree_flatten(self) -> tuple[Any, bool]:
+        data = np.full(8, self.value, np.float32)
+        sharding = NamedSharding(trees.mesh(8), PartitionSpec("x")) if self.sharded else None
+        return (jax.device_put(data, sharding),), self.sharded
+
+    @classmethod
+    def tree_unflatten(cls, sharded: bool, children: Any) -> MadeWhenFlattened:
+        return cls(children[0], sharded=sharded)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_arrays_made_while_a_node_is_flattened_are_never_taken_for_one_another(tmp_path: Path, sharded: bool) -> None:
+    tierkeep_jax.save(tmp_path / "c", {str(n): MadeWhenFlattened(n, sharded=sharded) for n in range(20)})
+
+    found = tierkeep_jax.load(tmp_path / "c")
+
+    assert [float(found[str(n)][0][0]) for n in range(20)] == list(range(20))
 
 
 # broadcast-stride0-view, fortran-order-garbage, nan-payload-lost
@@ -164,7 +190,7 @@ def test_empty_and_scalar_arrays_keep_shape_dtype_and_sharding(tmp_path: Path, s
 )
 def test_another_dtype_is_an_error_unless_a_cast_is_asked_for(tmp_path: Path, saved: jax.Array, target: str) -> None:
     tierkeep_jax.save(tmp_path / "c", {"x": jnp.full(3, saved), "n": np.full(3, saved)})
-    like = {"x": jax.ShapeDtypeStruct((3,), target), "n": np.zeros(3, jnp.zeros(1, target).dtype)}
+    like: dict[str, Any] = {"x": jax.ShapeDtypeStruct((3,), target), "n": np.zeros(3, jnp.zeros(1, target).dtype)}
 
     with pytest.raises(MismatchError) as raised:
         tierkeep_jax.load(tmp_path / "c", like)
@@ -190,7 +216,7 @@ def test_imaginary_parts_are_never_dropped(tmp_path: Path) -> None:
 def test_64_bit_arrays_come_back_in_numpy_without_x64(tmp_path: Path) -> None:
     names = ("complex128", "float64", "int64", "uint64")
     arrays = {name: trees.numpy_array(name, (3, 5), 1) for name in names}
-    with jax.enable_x64(True):
+    with trees.enable_x64(True):
         tierkeep_jax.save(tmp_path / "c", jax.device_put(arrays))
         trees.assert_same(tierkeep_jax.load(tmp_path / "c"), jax.device_put(arrays))
 
@@ -203,7 +229,7 @@ def test_64_bit_arrays_come_back_in_numpy_without_x64(tmp_path: Path) -> None:
 # extended-float-via-npy, dtype-size-table-stale
 @pytest.mark.parametrize("dtype", trees.ALL)
 def test_every_dtype_of_jax_and_ml_dtypes_is_exact(tmp_path: Path, dtype: str) -> None:
-    with jax.enable_x64(True):
+    with trees.enable_x64(True):
         data = trees.numpy_array(dtype, (4, 6), 1)
         sharded = jax.device_put(data, NamedSharding(trees.mesh(4, 2), PartitionSpec("x", "y")))
         tree = {"whole": jax.device_put(data), "sharded": sharded, "numpy": data}

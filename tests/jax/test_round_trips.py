@@ -69,7 +69,7 @@ def fewer(n: int) -> settings:
 @fewer(1)
 @given(data=st.data())
 def test_a_tree_comes_back_as_it_was_and_onto_any_other_sharding(x64: bool, data: st.DataObject) -> None:
-    with jax.enable_x64(x64):
+    with trees.enable_x64(x64):
         tree = data.draw(trees.trees(trees.jax_dtypes()))
         options = data.draw(SMALL_CHUNKS)
         with saved(tree, options) as path:
@@ -87,7 +87,7 @@ def test_a_tree_comes_back_as_it_was_and_onto_any_other_sharding(x64: bool, data
 @fewer(2)
 @given(data=st.data())
 def test_what_jax_saved_is_read_with_numpy_alone(data: st.DataObject) -> None:
-    with jax.enable_x64(True):
+    with trees.enable_x64(True):
         tree = data.draw(trees.trees(trees.jax_dtypes()))
         with saved(tree, data.draw(SMALL_CHUNKS)) as path:
             found = Engine(NumpyAdapter()).restore(path, options=RestoreOptions())
@@ -103,7 +103,7 @@ def test_what_jax_saved_is_read_with_numpy_alone(data: st.DataObject) -> None:
 @fewer(4)
 @given(data=st.data())
 def test_stock_orbax_restores_the_same_bits(x64: bool, data: st.DataObject) -> None:
-    with jax.enable_x64(x64):
+    with trees.enable_x64(x64):
         names = [name for name in trees.jax_dtypes() if name in STOCK]
         tree = {"root": data.draw(trees.trees(names, numpy_names=STOCK, plain=False))}
         arrays = {name: leaf for name, leaf in trees.leaves(tree) if isinstance(leaf, jax.Array | np.ndarray)}

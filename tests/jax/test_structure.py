@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import equinox
 import flax.core
@@ -126,12 +126,16 @@ def test_a_target_gives_its_own_classes_and_is_never_changed(tmp_path: Path, nam
     found = tierkeep_jax.load(tmp_path / "c", blank)
 
     assert type(found) is type(tree)
-    assert jax.tree.structure(found) == jax.tree.structure(blank)
+    assert _structure(found) == _structure(blank)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
         _assert_equal(one, other)
     for one, other in zip(jax.tree.leaves(blank), jax.tree.leaves(before), strict=True):
         if _is_float(one):
             assert np.asarray(one).tobytes() == other.tobytes(), "the target was changed"
+
+
+def _structure(tree: Any) -> Any:
+    return jax.tree.structure(tree)
 
 
 def _is_float(leaf: Any) -> bool:
@@ -180,7 +184,7 @@ def test_a_target_of_shapes_gives_the_same_classes(tmp_path: Path) -> None:
     abstract = nnx.state(nnx.eval_shape(_nnx_model))
     found = tierkeep_jax.load(tmp_path / "c", abstract)
 
-    assert jax.tree.structure(found) == jax.tree.structure(nnx.state(model))
+    assert _structure(found) == _structure(nnx.state(model))
     nnx.update(model, found)
 
 

@@ -8,6 +8,7 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.experimental
 import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ __all__ = [
     "Pair",
     "assert_same",
     "bits_of",
+    "enable_x64",
     "jax_dtypes",
     "leaves",
     "mesh",
@@ -35,12 +37,45 @@ __all__ = [
     "trees",
 ]
 
+# A context; before jax 0.8 it has no other name than the second.
+enable_x64: Any = getattr(jax if hasattr(jax, "enable_x64") else jax.experimental, "enable_x64")  # noqa: B009
 DIMS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
 MESHES = ((1,), (2,), (3,), (4,), (5,), (6,), (7,), (8,), (1, 4), (2, 2), (2, 3), (2, 4), (4, 2), (8, 1), (2, 2, 2))
 _SUB_BYTE = {"int1": 1, "int2": 2, "int4": 4, "uint1": 1, "uint2": 2, "uint4": 4, "float4_e2m1fn": 4}
 ALL = tuple(
     name
-    for name in ["bool", "int1", "int2", "int4", "int8", "int16", "int32", "int64", "uint1", "uint2", "uint4", "uint8", "uint16", "uint32", "uint64", "float4_e2m1fn", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
+    for name in [
+        "bool",
+        "int1",
+        "int2",
+        "int4",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint1",
+        "uint2",
+        "uint4",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float4_e2m1fn",
+        "float8_e3m4",
+        "float8_e4m3",
+        "float8_e4m3b11fnuz",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+    ]
     if not name.startswith(("int1", "uint1")) or name in ("int16", "uint16") or hasattr(ml_dtypes, name)
 )
 """Every dtype of jax, 64-bit ones included."""
@@ -76,10 +111,12 @@ def numpy_array(dtype: str, shape: Sequence[int], seed: int) -> np.ndarray[Any, 
         width = _SUB_BYTE[dtype]
         if dtype.startswith("int"):
             signed = (data & (2**width - 1)).astype(np.int8)
-            return np.where(signed >= 2 ** (width - 1), signed - 2**width, signed).astype(found).reshape(shape)
-        if dtype.startswith("uint"):
-            return (data & (2**width - 1)).astype(found).reshape(shape)
-        return (data & 15).view(found).reshape(shape)
+            narrow: np.ndarray[Any, Any] = np.where(signed >= 2 ** (width - 1), signed - 2**width, signed).astype(found)
+        elif dtype.startswith("uint"):
+            narrow = (data & (2**width - 1)).astype(found)
+        else:
+            narrow = (data & 15).view(found)
+        return narrow.reshape(shape)
     return data.view(found).reshape(shape).copy()
 
 
@@ -112,7 +149,8 @@ SEEDS = st.integers(0, 2**32 - 1)
 @st.composite
 def arrays(draw: st.DrawFn, names: Sequence[str]) -> jax.Array:
     data = numpy_array(draw(st.sampled_from(names)), draw(SHAPES), draw(SEEDS))
-    return jax.device_put(data, draw(shardings(data.shape)))
+    array: jax.Array = jax.device_put(data, draw(shardings(data.shape)))
+    return array
 
 
 @st.composite
@@ -124,7 +162,8 @@ def numpy_arrays(draw: st.DrawFn, names: Sequence[str]) -> Any:
 @st.composite
 def random_keys(draw: st.DrawFn) -> jax.Array:
     key = jax.random.key(draw(SEEDS), impl=draw(st.sampled_from(["threefry2x32", "rbg", "unsafe_rbg"])))
-    return jax.random.split(key, draw(st.sampled_from([2, (2, 3)]))) if draw(st.booleans()) else key
+    shape = draw(st.sampled_from([None, (2,), (2, 3)]))
+    return key if shape is None else jax.random.split(key, shape)
 
 
 PLAIN = st.one_of(

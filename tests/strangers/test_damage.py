@@ -179,6 +179,22 @@ def test_damaged_metadata_is_an_error(name: str, tmp_path: Path) -> None:
             adapter.load(tmp_path / "c")
 
 
+@pytest.mark.parametrize("writer", ["pytree zarr2 ocdbt raw", "pytree zarr3 files raw"])
+@pytest.mark.parametrize("key", ["../secret/x", "/secret/x", "a/../../secret/x"])
+def test_a_name_that_leaves_the_directory_is_an_error(key: str, writer: str, tmp_path: Path) -> None:
+    write(writer, tmp_path / "c", {"a": jnp.ones(4)})
+    write("pytree zarr3 files raw", tmp_path / "secret", {"x": jnp.full(4, 7.0)})
+    edited(lambda raw: raw["tree_metadata"]["('a',)"]["key_metadata"][0].update(key=key))(tmp_path / "c" / "_METADATA")
+    with pytest.raises(CorruptCheckpointError, match="secret"):
+        tierkeep_torch.load(tmp_path / "c")
+
+
+def test_two_leaves_that_orbax_stored_under_one_name_are_an_error_that_names_both(tmp_path: Path) -> None:
+    write("pytree zarr3 ocdbt raw", tmp_path / "c", {"a.b": jnp.ones(2), "a": {"b": jnp.zeros(2)}})
+    with pytest.raises(CorruptCheckpointError, match=r"\('a', 'b'\).*\('a.b',\)"):
+        tierkeep_jax.load(tmp_path / "c")
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"s": 5}', "{"])
 def test_damaged_strings_are_an_error(content: str, tmp_path: Path) -> None:
     write("pytree zarr3 ocdbt zstd", tmp_path / "c", {"a": jnp.ones(4), "s": "text"})

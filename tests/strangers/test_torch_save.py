@@ -189,6 +189,19 @@ def test_a_truncated_file_is_an_error(zipped: bool, tmp_path: Path) -> None:
             tierkeep_torch.load(tmp_path / "c.pt")
 
 
+def test_a_tensor_that_declares_more_than_memory_holds_is_an_error(tmp_path: Path) -> None:
+    torch.save({"huge": torch.zeros(1).expand(2**60)}, tmp_path / "c.pt")
+    for adapter in (tierkeep_jax, tierkeep_torch):
+        with pytest.raises(CorruptCheckpointError, match="huge"):
+            adapter.load(tmp_path / "c.pt")
+
+
+def test_a_leaf_that_cannot_be_kept_is_an_error_that_names_it(tmp_path: Path) -> None:
+    torch.save({"odd": torch.empty(3, device="meta"), "even": torch.ones(2)}, tmp_path / "c.pt")
+    with pytest.raises(UnsupportedFormatError, match=r"odd.*meta"):
+        tierkeep_torch.load(tmp_path / "c.pt")
+
+
 def test_a_file_that_torch_cannot_load_is_damaged(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "c.pt", "w") as archive:
         archive.writestr("c/data.pkl", b"\x80\x02garbage")

@@ -132,13 +132,14 @@ def host_bits(tensor: torch.Tensor, dtype: dtypes.Dtype) -> np.ndarray[Any, Any]
     if span and tensor.storage_offset() * itemsize + span > tensor.untyped_storage().nbytes():
         raise ValueError("the tensor's storage is smaller than the tensor: it was freed or resized")
     interface = {
-        "shape": shape,
+        "shape": shape or (1,),  # numpy before 2.2 asks an object without dimensions for its number instead
         "typestr": _TYPES[itemsize],
         "data": (tensor.data_ptr(), False),
         "strides": strides,
         "version": 3,
     }
-    return np.asarray(_Memory(tensor, interface))
+    array = np.asarray(_Memory(tensor, interface))
+    return array if shape else array.reshape(())
 
 
 def _numpy_int(itemsize: int) -> np.dtype[Any]:

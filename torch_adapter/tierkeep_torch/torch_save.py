@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tierkeep.errors import CorruptCheckpointError, TierkeepError, UnsupportedFormatError
+from tierkeep.errors import CorruptCheckpointError, TierkeepError, UnsupportedFormatError, UnsupportedLeafError
 from tierkeep.restore.foreign.snapshot import SnapshotSource, snapshot_source
 
 from .adapter import TorchAdapter
@@ -39,6 +39,10 @@ def open_torch_save(path: Path) -> SnapshotSource:
                     )
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
         return snapshot_source(path, state, TorchAdapter())
+    except UnsupportedLeafError as error:
+        raise UnsupportedFormatError(
+            str(path), f"a torch.save file with leaf {error.key!r}: {error.reason}", "what can be saved"
+        ) from error
     except TierkeepError:
         raise
     except pickle.UnpicklingError as error:

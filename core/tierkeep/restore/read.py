@@ -10,7 +10,11 @@ import numpy as np
 from ..errors import CorruptCheckpointError
 from ..format import dtypes
 from ..format.checksum import crc32c
+from ..leaf import Box, c_order_pieces
+from ..options import MIB
 from ..save.write import run_lanes
+
+_PIECE_NBYTES = 1 * MIB
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,8 +32,8 @@ def execute_reads(
 ) -> None:
     """Fills every sink. Each block is verified before any byte of it is handed out.
 
-    Raises CorruptCheckpointError listing every damaged chunk by leaf and file; sinks of whole chunks are filled then,
-    those of damaged ones are not.
+    Raises CorruptCheckpointError listing every damaged chunk by leaf and file; what was handed out then is verified,
+    and only what is damaged, and follows it in its chunk, is not.
     """
     findings: list[str] = []
 
@@ -50,43 +54,53 @@ def _read(
     got = image.read(read.offset, view)
     for segment in read.segments:
         start = segment.offset - read.offset
-        record = opened.whole.leaves[segment.leaf]
         if start + segment.nbytes > got:
-            findings.append(f"leaf {record.name!r}: {image.path} ends at byte {read.offset + got}")
+            name = opened.whole.leaves[segment.leaf].name
+            findings.append(f"leaf {name!r}: {image.path} ends at byte {read.offset + got}")
             continue
-        damaged = _first_damaged(opened, read.part, segment, view[start : start + segment.nbytes])
+        damaged = _verify_and_place(opened, read.part, segment, buffer, start, sinks)
         if damaged is not None:
             findings.append(
-                f"leaf {record.name!r}, chunk {segment.number}: {image.path} does not match its checksum in the block "
-                f"at byte {damaged}"
+                f"leaf {opened.whole.leaves[segment.leaf].name!r}, chunk {segment.number}: {image.path} does not match "
+                f"its checksum in the block at byte {segment.offset + damaged}"
             )
-            continue
-        _hand_out(opened, read.part, segment, buffer, start, sinks)
 
 
-def _first_damaged(opened: Opened, part: int, segment: Segment, data: memoryview) -> int | None:
-    """Where in the image the first block that does not verify begins; None if all do."""
-    block = opened.parts[part].block_nbytes
-    crcs = opened.parts[part].chunks[segment.leaf, segment.number].crcs
-    if not crcs:
-        return None
-    value = crcs[segment.first - 1] if segment.first else 0
-    for number in range(segment.blocks):
-        at = number * block
-        value = crc32c(data[at : at + block], value)
-        if value != crcs[segment.first + number]:
-            return segment.offset + at
-    return None
-
-
-def _hand_out(
+def _verify_and_place(
     opened: Opened, part: int, segment: Segment, buffer: np.ndarray[Any, Any], start: int, sinks: Sequence[Sink]
-) -> None:
+) -> int | None:
+    """Hands a segment, which begins at `start` of the buffer, to its sinks, every block verified before a byte of it.
+
+    Returns where in the segment the first block that does not verify begins, None if all do.
+    """
+    block = opened.parts[part].block_nbytes
     record = opened.whole.leaves[segment.leaf]
-    strides = tuple(math.prod(record.chunk[axis + 1 :]) * record.itemsize for axis in range(len(record.chunk)))
-    origin = start - segment.first * opened.parts[part].block_nbytes  # of the chunk, in the buffer
-    dtype = dtypes.bits(record.itemsize)
+    crcs = opened.parts[part].chunks[segment.leaf, segment.number].crcs
+    itemsize = record.itemsize
+    dtype = dtypes.bits(itemsize)
+    strides = tuple(math.prod(record.chunk[axis + 1 :]) * itemsize for axis in range(len(record.chunk)))
+    origin = start - segment.first * block  # of the chunk, in the buffer
+    end = start + segment.nbytes
+    view = buffer.data
+    number = segment.first
+    value = crcs[number - 1] if crcs and number else 0
+    verified = start if crcs else end  # how far in the buffer
     for copy in segment.copies:
-        at = origin + sum(a * s for a, s in zip(copy.inside.start, strides, strict=True))
-        data = np.ndarray(copy.inside.shape, dtype, buffer, at, strides)
-        sinks[copy.want](copy.at, data)
+        # By pieces, so that a copy finds what the checksum read still in the processor's cache.
+        for piece in c_order_pieces(copy.inside.shape, _PIECE_NBYTES // itemsize):
+            first = last = origin
+            for begin, offset, length, stride in zip(copy.inside.start, piece.start, piece.shape, strides, strict=True):
+                first += (begin + offset) * stride
+                last += (begin + offset + length - 1) * stride
+            while verified < last + itemsize:
+                value = crc32c(view[verified : min(verified + block, end)], value)
+                if value != crcs[number]:
+                    return verified - start
+                number += 1
+                verified += block
+            data = np.ndarray(piece.shape, dtype, buffer, first, strides)
+            at = copy.at
+            if piece.shape != at.shape:
+                at = Box(tuple(a + b for a, b in zip(at.start, piece.start, strict=True)), piece.shape)
+            sinks[copy.want](at, data)
+    return None

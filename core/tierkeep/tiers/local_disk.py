@@ -107,11 +107,16 @@ class ImageReader:
         return done
 
     def _read_cached(self, offset: int, out: memoryview) -> int:
+        """What of `out` the page cache holds from `offset` on; asked of one page first, because a whole range that is
+        not there costs about a tenth of the time to read it past it.
+        """
         if self._direct_fd < 0:
             return 0
         try:
+            if os.preadv(self._fd, [out[:PAGE]], offset, os.RWF_NOWAIT) < PAGE:
+                return 0
             return os.preadv(self._fd, [out], offset, os.RWF_NOWAIT)
-        except (BlockingIOError, OSError):  # not resident, or no such question on this file system
+        except OSError:  # not resident, or no such question on this file system
             return 0
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ def open_orbax(disk: LocalDisk, path: Path, holds: str) -> TensorStoreSource:
         entries = _entries(raw)
         strings = _strings(disk, path) if any(kind == "string" for _, _, kind in entries) else {}
         keys = _random_keys(disk, path)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:
         raise CorruptCheckpointError(str(path), [f"{METADATA}: {error}"], holds) from error
     arrays = [
         (join(steps), kind) for steps, _, kind in entries if kind not in _EMPTY and kind not in ("None", "string")
@@ -160,6 +160,11 @@ def _entries(raw: Any) -> list[tuple[tuple[str, ...], tuple[int, ...], str]]:
     for one, other in itertools.pairwise(paths):
         if other[: len(one)] == one:  # sorted, a path stands right before those below it
             raise ValueError(f"entries {join(one)!r} and {join(other)!r} are one below the other")
+    stored: dict[str, tuple[str, ...]] = {}
+    for steps, _, kind in entries:
+        if kind not in _EMPTY and kind != "None" and stored.setdefault(join(steps), steps) != steps:
+            # Orbax writes both under the one name, and says nothing: what is there is only one of them.
+            raise ValueError(f"leaves {stored[join(steps)]} and {steps} are both stored as {join(steps)!r}")
     return entries
 
 

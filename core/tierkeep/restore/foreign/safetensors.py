@@ -84,7 +84,7 @@ def open_safetensors(disk: LocalDisk, path: Path, *, direct: bool, holds: str) -
             raise CorruptCheckpointError(str(path), [f"missing: {error.filename}"], holds) from error
         except TierkeepError:
             raise
-        except (ValueError, RecursionError) as error:
+        except (ValueError, msgspec.DecodeError, RecursionError) as error:
             raise CorruptCheckpointError(str(path), [str(error)], holds) from error
         tree = Node("dict", None, tuple(record.name for record in records), tuple(range(len(records))))
         contents = ForeignContents(tree, tuple(records))

@@ -121,7 +121,10 @@ def open_arrays(specs: Sequence[dict[str, Any]], names: Sequence[str]) -> tuple[
     for name, spec in zip(names, specs, strict=True):
         if len(waiting) >= _OPENING:
             take()
-        waiting.append((name, ts.open(spec, open=True, read=True, context=context)))
+        try:
+            waiting.append((name, ts.open(spec, open=True, read=True, context=context)))
+        except ValueError as error:  # refused at once, such as a name that would leave the directory
+            findings.append(f"leaf {name!r}: {error}")
     while waiting:
         take()
     return arrays, findings
