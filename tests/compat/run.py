@@ -85,7 +85,7 @@ def states() -> dict[str, Any]:
     partition: Any = jax.sharding.PartitionSpec
     spread = jax.device_put(some("float32", 16, 24), jax.sharding.NamedSharding(grid, partition("x", "y")))
     arrays = {name: jnp.asarray(some(name, 2, 3)) for name in DTYPES if place.holds(name)}
-    plain = {"step": 12, "rate": 0.5, "none": None, "empty": [{}, (), []]}
+    plain: dict[str, Any] = {"step": 12, "rate": 0.5, "none": None, "empty": [{}, (), []]}
     return {
         "torch": {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "dtypes": tensors, "plain": plain,
                   "scalar": torch.tensor(-0.0), "view": torch.arange(20.0).reshape(4, 5)[::2, 1:3].t()},

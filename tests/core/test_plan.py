@@ -196,3 +196,20 @@ def test_names_that_collide_are_an_error_that_names_both() -> None:
         plan_save(Snapshot(tree, BASE, []), SaveOptions())
     assert caught.value.name == "a.b"
     assert {caught.value.first, caught.value.second} == {"('a.b',)", "('a', 'b')"}
+
+
+def test_an_array_of_more_axes_than_stock_readers_take_is_refused_by_name() -> None:
+    shape = (1,) * 33
+    leaf = Leaf("array", "uint8", shape, (ArrayShard(Box.whole(shape), NOTHING),))
+    with pytest.raises(InvalidStateError, match="'leaf0' has 33 axes"):
+        plan_save(snapshot_of([leaf]), SaveOptions())
+
+
+@pytest.mark.parametrize("other", [("uint8", (4,)), ("int8", (2, 2))])
+def test_leaves_that_are_tied_but_not_alike_are_refused_by_name(other: tuple[str, tuple[int, ...]]) -> None:
+    found = [
+        Leaf("array", dtype, shape, (ArrayShard(Box.whole(shape), NOTHING),), tie="same")
+        for dtype, shape in (("int8", (4,)), other)
+    ]
+    with pytest.raises(InvalidStateError, match="'leaf1' is tied to 'leaf0'"):
+        plan_save(snapshot_of(found), SaveOptions())

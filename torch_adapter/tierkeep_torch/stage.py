@@ -126,20 +126,21 @@ def host_bits(tensor: torch.Tensor, dtype: dtypes.Dtype) -> np.ndarray[Any, Any]
     itemsize = dtype.itemsize
     shape = tuple(tensor.shape)
     strides, span = None, tensor.numel() * itemsize
+    if not span:  # an older numpy (2.3 is one) takes no address 0, which is that of many empty tensors
+        return np.empty(shape, dtypes.bits(itemsize))
     if not tensor.is_contiguous():
         strides = tuple([n * itemsize for n in tensor.stride()])
         span = itemsize + sum([(n - 1) * stride for n, stride in zip(shape, strides, strict=True)])
     if span and tensor.storage_offset() * itemsize + span > tensor.untyped_storage().nbytes():
         raise ValueError("the tensor's storage is smaller than the tensor: it was freed or resized")
     interface = {
-        "shape": shape or (1,),  # numpy before 2.2 asks an object without dimensions for its number instead
+        "shape": shape,
         "typestr": _TYPES[itemsize],
         "data": (tensor.data_ptr(), False),
         "strides": strides,
         "version": 3,
     }
-    array = np.asarray(_Memory(tensor, interface))
-    return array if shape else array.reshape(())
+    return np.asarray(_Memory(tensor, interface))
 
 
 def _numpy_int(itemsize: int) -> np.dtype[Any]:

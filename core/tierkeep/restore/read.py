@@ -11,10 +11,8 @@ from ..errors import CorruptCheckpointError
 from ..format import dtypes
 from ..format.checksum import crc32c
 from ..leaf import Box, c_order_pieces
+from ..memory.lanes import Turns, run_lanes
 from ..options import MIB
-from ..save.write import run_lanes
-
-_PIECE_NBYTES = 1 * MIB
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["execute_reads"]
 
+_PIECE_NBYTES = 1 * MIB
+
 
 def execute_reads(
     opened: Opened, reads: Sequence[Read], sinks: Sequence[Sink], buffers: Buffers, lanes: int, holds: str
@@ -36,9 +36,10 @@ def execute_reads(
     and only what is damaged, and follows it in its chunk, is not.
     """
     findings: list[str] = []
+    turns = Turns()
 
     def job(lane: int, number: int) -> None:
-        _read(opened, reads[number], sinks, buffers.lane(lane), findings)
+        _read(opened, reads[number], sinks, buffers.lane(lane), turns, findings)
 
     run_lanes(min(lanes, buffers.count), range(len(reads)), job)
     if findings:
@@ -46,7 +47,12 @@ def execute_reads(
 
 
 def _read(
-    opened: Opened, read: Read, sinks: Sequence[Sink], buffer: np.ndarray[Any, np.dtype[np.uint8]], findings: list[str]
+    opened: Opened,
+    read: Read,
+    sinks: Sequence[Sink],
+    buffer: np.ndarray[Any, np.dtype[np.uint8]],
+    turns: Turns,
+    findings: list[str],
 ) -> None:
     image = opened.images[read.part]
     assert image is not None  # a part without an image holds no chunk, so none is planned from it
@@ -58,7 +64,8 @@ def _read(
             name = opened.whole.leaves[segment.leaf].name
             findings.append(f"leaf {name!r}: {image.path} ends at byte {read.offset + got}")
             continue
-        damaged = _verify_and_place(opened, read.part, segment, buffer, start, sinks)
+        with turns:
+            damaged = _verify_and_place(opened, read.part, segment, buffer, start, sinks)
         if damaged is not None:
             findings.append(
                 f"leaf {opened.whole.leaves[segment.leaf].name!r}, chunk {segment.number}: {image.path} does not match "

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "Extent", "LeafPlan", "PlanCache", "SavePlan", "chunk_shape", "leaf_names", "plan_save", "ties"]
 
 _CRC_NBYTES = 4
+_MAX_RANK = 32  # TensorStore's
 _SMALL_STEP = 64  # bytes; chunks below a page are packed at this step
 
 
@@ -150,7 +151,16 @@ def plan_save(snapshot: Snapshot, options: SaveOptions) -> SavePlan:
     for number, leaf in enumerate(snapshot.leaves):
         itemsize = dtypes.lookup(leaf.dtype).itemsize
         owner = tied.get(number)
+        if len(leaf.shape) > _MAX_RANK:
+            raise InvalidStateError(
+                f"leaf {names[number]!r} has {len(leaf.shape)} axes; stock readers take {_MAX_RANK}: reshape it. "
+                "Nothing was written."
+            )
         if owner is not None:
+            if leaves[owner].spec[1:3] != leaf.spec[1:3]:
+                raise InvalidStateError(
+                    f"leaf {names[number]!r} is tied to {names[owner]!r}, but of another dtype or shape. Nothing was written."
+                )
             chunk, grid = leaves[owner].chunk, leaves[owner].grid
         else:
             boxes = [shard.box for shard in leaf.shards]

@@ -6,15 +6,13 @@ next block overlapping the write of the last.
 
 from __future__ import annotations
 
-import os
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from ..memory.lanes import Turns, run_lanes
 from .stage import stage_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from ..leaf import Leaf
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from ..tiers.local_disk import LocalDisk
     from .plan import SavePlan
 
-__all__ = ["run_lanes", "write_image"]
+__all__ = ["write_image"]
 
 
 def write_image(
@@ -36,7 +34,7 @@ def write_image(
     """
     crcs: list[list[int]] = [[] for _ in plan.extents]
     image = disk.create_image(path, plan.image_nbytes, direct=options.direct)
-    turns = threading.Semaphore(os.cpu_count() or 1)  # more copies at once only push each other out of the cache
+    turns = Turns()
     try:
 
         def job(lane: int, number: int) -> None:
@@ -53,35 +51,3 @@ def write_image(
     finally:
         image.close()
     return crcs
-
-
-def run_lanes(lanes: int, jobs: Iterable[int], job: Callable[[int, int], None]) -> None:
-    """Runs `job(lane, number)` for every number, `lanes` at a time; returns when all threads are done.
-
-    The first error stops the lanes after the job each is at, and is raised.
-    """
-    numbers = list(jobs)
-    lanes = min(lanes, len(numbers))
-    waiting = iter(numbers)
-    lock = threading.Lock()
-    stop = threading.Event()
-
-    def run(lane: int) -> None:
-        while not stop.is_set():
-            with lock:
-                number = next(waiting, None)
-            if number is None:
-                return
-            try:
-                job(lane, number)
-            except BaseException:
-                stop.set()
-                raise
-
-    if lanes <= 1:
-        run(0)
-        return
-    with ThreadPoolExecutor(lanes, thread_name_prefix="tierkeep-lane") as pool:
-        futures = [pool.submit(run, lane) for lane in range(lanes)]
-    for future in futures:
-        future.result()
