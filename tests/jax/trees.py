@@ -283,6 +283,8 @@ def bits_of(leaf: Any) -> tuple[Any, ...]:
             bytes(leaf.detach().untyped_storage().tolist()),
         )
     array = np.asarray(leaf)
+    if array.dtype == object:  # an int past 64 bits, whose array would hold a pointer
+        return type(leaf).__name__, (), repr(leaf).encode()
     return array.dtype.name, array.shape, array.tobytes()
 
 
