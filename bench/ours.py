@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from bench.state import State, Tree
 
-__all__ = ["Ours", "OursFirst", "OursInto"]
+__all__ = ["Ours", "OursFirst", "OursInto", "OursNew"]
 
 PACKAGES = {"torch": "tierkeep_torch", "jax": "tierkeep_jax"}
 
@@ -73,10 +73,20 @@ class OursFirst(Ours):
         self.note = "checkpointer opened and closed each time"
 
 
-class OursInto(Ours):
-    """A restore into the tensors of a live state."""
+class OursNew(Ours):
+    """A restore that makes the state, as a reader without a model does."""
 
-    name = "ours-into"
+    name = "ours-new"
+    note = "into new memory"
+
+    def save(self, state: State, directory: Path) -> None:
+        super().save(state, directory)
+        self.note = type(self).note
+
+
+class OursInto(Ours):
+    """A restore into the tensors of a live state, as a job that resumes does: its model is there."""
+
     note = "in place"
 
     def save(self, state: State, directory: Path) -> None:

@@ -9,10 +9,11 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["LIMIT", "OURS", "Report", "Row", "commit", "load_averages"]
+__all__ = ["LIMIT", "NEW", "OURS", "Report", "Row", "commit", "load_averages"]
 
 OURS = "ours"
 LIMIT = "limit"
+NEW = "-new"  # ends the names of rows that are read into new memory, which are compared with each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +44,20 @@ class Report:
     def ratios(self) -> dict[str, float]:
         """`ours/limit` is a share of the limit's throughput; `<rival>/ours` a quotient of times, 2.0: ours takes half.
 
-        Rows named `ours-…` are compared with the limit too.
+        Rows named `ours-…` are compared with the limit too; `ours-new` with `limit-new`, and every rival with it.
         """
         medians = {row.name: row.median_s for row in self.rows if row.median_s is not None}
+        limits = {name for name in medians if name.removesuffix(NEW) == LIMIT}
         ratios = {}
-        limit_s, ours_s = medians.get(LIMIT), medians.get(OURS)
         for name, median_s in medians.items():
             if _is_ours(name):
-                if limit_s is not None:
-                    ratios[f"{name}/{LIMIT}"] = limit_s / median_s
-            elif name != LIMIT and ours_s is not None:
-                ratios[f"{name}/{OURS}"] = median_s / ours_s
+                for limit in sorted(limits):
+                    if limit == LIMIT or name.endswith(NEW):
+                        ratios[f"{name}/{limit}"] = medians[limit] / median_s
+            elif name not in limits:
+                for ours in (OURS, OURS + NEW):
+                    if ours in medians:
+                        ratios[f"{name}/{ours}"] = median_s / medians[ours]
         return ratios
 
     def json(self) -> str:
@@ -97,10 +101,14 @@ class Report:
                 cells = [row.name, "", "", "", "", row.note]
             else:
                 if _is_ours(row.name):
-                    share = ratios.get(f"{row.name}/{LIMIT}")
-                    against = "" if share is None else f"{share:.0%} of the limit"
+                    limits = [
+                        f"{ratios[key]:.0%} of {key.partition('/')[2]}"
+                        for key in ratios
+                        if key.startswith(f"{row.name}/")
+                    ]
+                    against = ", ".join(limits)
                 else:
-                    ratio = ratios.get(f"{row.name}/{OURS}")
+                    ratio = ratios.get(f"{row.name}/{OURS}", ratios.get(f"{row.name}/{OURS}{NEW}"))
                     against = "" if ratio is None else f"{ratio:.2f} times as long"
                 gbps = self.nbytes / row.median_s / 1e9
                 spread = f"{_seconds(min(row.seconds))} to {_seconds(max(row.seconds))}"

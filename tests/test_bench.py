@@ -23,7 +23,8 @@ RIVALS = {
     "save": {"torch.save", "torch.save-nocrc", "dcp", "safetensors", "orbax", "orbax-raw"},
     "restore": {"torch.load", "dcp", "safetensors", "orbax", "orbax-raw"},
 }
-OURS = {"save": {"ours", "ours-first"}, "restore": {"ours", "ours-into"}}
+OURS = {"save": {"ours", "ours-first"}, "restore": {"ours", "ours-new"}}
+LIMITS = {"save": {"limit"}, "restore": {"limit", "limit-new"}}
 
 
 def _bench(*arguments: str | Path) -> list[str]:
@@ -57,13 +58,17 @@ def test_a_measurement_has_every_row_in_the_one_shape_and_leaves_nothing_behind(
     assert answer["nbytes"] == pytest.approx(2_000_000, rel=0.02)
     assert len(answer["load"]) == 3
     rows = {row["name"]: row for row in answer["rows"]}
-    assert rows.keys() == RIVALS[question] | OURS[question] | {"limit"}
+    assert rows.keys() == RIVALS[question] | OURS[question] | LIMITS[question]
     for name, row in rows.items():
         assert list(row) == ["name", "seconds", "median_s", "gbps", "note"]
         assert len(row["seconds"]) == 1, f"{name} was not measured: {row['note']}"
         assert name in done.stdout
     ours = {f"{name}/limit" for name in OURS[question]}
-    assert answer["ratios"].keys() == ours | {f"{name}/ours" for name in RIVALS[question]}
+    against = {f"{name}/ours" for name in RIVALS[question]}
+    if question == "restore":
+        ours |= {"ours-new/limit-new"}
+        against |= {f"{name}/ours-new" for name in RIVALS[question]}
+    assert answer["ratios"].keys() == ours | against
     assert list(work.iterdir()) == []
 
 

@@ -432,7 +432,8 @@ def test_an_optimizer_of_other_groups_is_refused_before_anything_is_filled(tmp_p
     tk.save({"m": saved, "o": torch.optim.SGD(saved.parameters(), 0.1)}, tmp_path / "c")
     model = torch.nn.Linear(3, 2)
     before = model.weight.detach().clone()
-    optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], 0.1)
+    groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias]}]
+    optimizer = torch.optim.SGD(groups, 0.1)
     with pytest.raises(MismatchError, match=r"o: parameter groups of \[2\].*of \[1, 1\]"):
         tk.load(tmp_path / "c", {"m": model, "o": optimizer})
     assert torch.equal(model.weight, before)

@@ -10,7 +10,6 @@ import torch
 from tierkeep.adapter import Destination, Region, Sink
 from tierkeep.format import dtypes
 from tierkeep.leaf import Box, LeafSpec
-from tierkeep.memory.buffers import HUGE_NBYTES, advise_huge
 
 from .stage import _INTS, _numpy_int, check_kind, dtype_name, host_bits
 
@@ -28,10 +27,6 @@ def allocate(spec: LeafSpec, device: Any) -> Destination:
     if device is not None and torch.device(device).type == "meta":
         raise TypeError("a meta tensor holds no data: name a device that has memory")
     tensor = torch.empty(spec.shape, dtype=dtype, device=device)
-    nbytes = tensor.numel() * tensor.element_size()
-    if nbytes >= HUGE_NBYTES and tensor.is_cpu:
-        advise_huge(tensor.data_ptr(), nbytes)
-
     region = Region(Box.whole(spec.shape), _bit_sink(tensor))
     return Destination(spec, (region,), lambda: marked(tensor, spec.ext), lambda mark: marked(tensor.detach(), mark))
 
