@@ -7,24 +7,36 @@ import dataclasses
 import errno
 import os
 import time
+import warnings
 from typing import TYPE_CHECKING, Any, Self
 
 from .adapter import Adapter, flatten
-from .errors import CheckpointExistsError, CheckpointNotFoundError, ClosedError, StorageError, TierkeepError
+from .errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ClosedError,
+    CorruptCheckpointError,
+    SkippedStepWarning,
+    StorageError,
+    TierkeepError,
+    UnsupportedFormatError,
+)
+from .format.orbax_metadata import CHECKPOINT_METADATA, read_metrics
+from .format.part import WHOLE
 from .memory.buffers import Buffers
 from .memory.collector import collector_paused
 from .options import RestoreOptions, SaveOptions
 from .restore.locate import open_source
 from .restore.place import NOTHING, Placement, place
-from .save.commit import Draft, commit_part, commit_whole, publish, retire
+from .save.commit import Draft, commit_part, commit_whole, publish, retire, sweep
 from .save.plan import PlanCache
 from .save.write import write_image
-from .step import ITEM, list_steps, resolve, step_path, temporary
+from .step import ITEM, is_step_name, list_steps, resolve, step_path
 from .tiers.local_disk import LocalDisk
-from .tiers.retain import surplus
+from .tiers.retain import Keep, surplus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -32,6 +44,8 @@ if TYPE_CHECKING:
     from .restore.source import Source
 
 __all__ = ["Checkpointer", "Engine", "Metadata", "RestorePlan", "SaveReport", "restore_options"]
+
+_METRICS_LIMIT = 1 << 24  # bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,10 +127,11 @@ class Engine:
             snapshot = flatten(state, self.adapter, pickle_rest=self.options.pickle)
             plan = self.plans.plan(snapshot, self.options)
         planned = time.perf_counter()
-        if self.disk.exists(path) and not overwrite:
-            raise CheckpointExistsError(str(path))
         with self._storage(f"saving {path}", f"{path} is as it was before; earlier checkpoints are untouched"):
+            if self.disk.exists(path) and not overwrite:
+                raise CheckpointExistsError(str(path))
             _make_parents(self.disk, path.parent)
+            sweep(self.disk, path.parent, mine=lambda name: name == path.name)
             with _draft(self.disk, path, None if step is None else ITEM) as draft:
                 crcs: list[list[int]] = []
                 if plan.image_nbytes:
@@ -155,7 +170,11 @@ class Engine:
                 return _restore_plan(source, placement, options)
             placement.check(str(source.path), options)
             with self._lanes(options) as buffers:
-                source.read(placement.wants, placement.sinks, buffers, options.lanes, holds)
+                try:
+                    source.read(placement.wants, placement.sinks, buffers, options.lanes, holds)
+                except CorruptCheckpointError as error:
+                    error.partly_filled = target is not NOTHING
+                    raise
             return placement.finish()
 
     def metadata(self, path: Path) -> Metadata:
@@ -207,19 +226,23 @@ class Checkpointer:
         adapter: Adapter,
         root: Any,
         *,
-        keep: int | None = None,
+        keep: int | Keep | None = None,
         options: SaveOptions | None = None,
         disk: LocalDisk | None = None,
     ) -> None:
-        if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
-            raise ValueError(f"keep must be a whole number of at least 1, or None for all, not {keep!r}")
         self.root = resolve(root)
+        if not isinstance(keep, Keep | None):
+            if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+                raise ValueError(f"keep must be a whole number of at least 1, a Keep, or None for all, not {keep!r}")
+            keep = Keep(last=keep)
         self.keep = keep
         self._engine: Engine | None = Engine(adapter, options, disk)
         self._disk = self._engine.disk
-        if self._disk.exists(self.root) and not self.root.is_dir():
-            refused = NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self.root))
-            raise StorageError(f"opening {self.root} as a root", refused, "what stands there is untouched")
+        try:
+            if self._disk.exists(self.root) and not self._disk.is_dir(self.root):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self.root))
+        except OSError as error:
+            raise StorageError(f"opening {self.root} as a root", error, "what stands there is untouched") from error
 
     def save(
         self, step: int, state: Any, *, overwrite: bool = False, metrics: Mapping[str, Any] | None = None
@@ -232,7 +255,10 @@ class Checkpointer:
         """
         path = step_path(self.root, step)
         step = int(path.name)  # an int, whatever whole number it was
-        report = self._open().save(path, state, step=step, overwrite=overwrite, metrics=metrics)
+        engine = self._open()
+        metrics = _checked(metrics)
+        sweep(self._disk, self.root, mine=is_step_name)
+        report = engine.save(path, state, step=step, overwrite=overwrite, metrics=metrics)
         self._retain(step)
         return report
 
@@ -249,23 +275,49 @@ class Checkpointer:
     ) -> Any:
         """What an adapter's `restore` is: the state of `step` (the newest if None), in `target` or NOTHING."""
         engine = self._open()
+        chosen = restore_options(options, relaxations)
         steps = self.steps()
+
+        def restore(number: int) -> Any:
+            return engine.restore(
+                step_path(self.root, number),
+                target,
+                options=chosen,
+                keys=keys,
+                device=device,
+                dry_run=dry_run,
+                holds=_others(steps, number, self.root),
+            )
+
         if step is None:
-            if not steps:
-                raise CheckpointNotFoundError(str(self.root), "steps in it", "it holds none")
-            step = steps[-1]
-        elif step not in steps:
+            return self._newest_whole(steps, restore, may_mix="keep" in (chosen.missing, chosen.shape) or bool(keys))
+        step = int(step_path(self.root, step).name)
+        if step not in steps:
             there = ", ".join(map(str, steps[-8:])) or "none"
             raise CheckpointNotFoundError(str(step_path(self.root, step)), "the step", f"the newest steps are: {there}")
-        return engine.restore(
-            step_path(self.root, step),
-            target,
-            options=restore_options(options, relaxations),
-            keys=keys,
-            device=device,
-            dry_run=dry_run,
-            holds=_others(steps, step, self.root),
-        )
+        return restore(step)
+
+    def _newest_whole(self, steps: Sequence[int], restore: Callable[[int], Any], *, may_mix: bool) -> Any:
+        """The newest step that verifies; says loudly which ones it passed over, and why."""
+        if not steps:
+            raise CheckpointNotFoundError(str(self.root), "steps in it", "it holds none")
+        skipped: list[str] = []
+        for step in reversed(steps):
+            try:
+                found = restore(step)
+            except (CorruptCheckpointError, UnsupportedFormatError, CheckpointNotFoundError) as error:
+                if may_mix and isinstance(error, CorruptCheckpointError) and error.partly_filled:
+                    raise  # what the older step leaves as it is in the target would be of this one
+                skipped.append(f"step {step}: {error}")
+                continue
+            if skipped:
+                warnings.warn(
+                    f"restored step {step} of {self.root}, not the newest: {' '.join(skipped)}",
+                    SkippedStepWarning,
+                    stacklevel=4,
+                )
+            return found
+        raise CorruptCheckpointError(str(self.root), skipped, "no step of it can be restored; all are left as they are")
 
     def steps(self) -> list[int]:
         """The committed steps, oldest first."""
@@ -303,19 +355,47 @@ class Checkpointer:
         return self._engine
 
     def _retain(self, newest: int) -> None:
+        """Retires what `keep` no longer names, of the steps that tierkeep wrote; a step that is gone already is."""
         if self.keep is None:
             return
-        for step in surplus(self.steps(), self.keep, newest):
+        steps = self.steps()
+        try:
+            own = [step for step in steps if self._disk.exists(step_path(self.root, step) / ITEM / WHOLE)]
+        except OSError as error:
+            raise StorageError(f"retaining steps of {self.root}", error, f"step {newest} is saved and whole") from error
+        metrics = {step: self._metrics(step) if self.keep.best else {} for step in own}
+        for step in surplus(metrics, self.keep, newest):
             path = step_path(self.root, step)
             try:
                 retire(self._disk, path)
+            except FileNotFoundError:
+                continue  # another process retired it
             except OSError as error:
                 raise StorageError(f"removing {path}", error, f"step {newest} is saved and whole") from error
+
+    def _metrics(self, step: int) -> Mapping[str, Any]:
+        """The metrics of a step; none if they cannot be read, so that it ranks last."""
+        path = step_path(self.root, step) / CHECKPOINT_METADATA
+        try:
+            return read_metrics(self._disk.read_file(path, _METRICS_LIMIT))
+        except (OSError, ValueError):
+            return {}
 
 
 def restore_options(options: RestoreOptions | None, relaxations: Mapping[str, Any]) -> RestoreOptions:
     """The options with the named relaxations in place. Raises TypeError for a name that is none."""
     return dataclasses.replace(options or RestoreOptions(), **relaxations)
+
+
+def _checked(metrics: Mapping[str, Any] | None) -> dict[str, float | int | None]:
+    """Metrics as JSON keeps them. Raises TypeError naming one that is no number."""
+    found: dict[str, float | int | None] = {}
+    for name, value in (metrics or {}).items():
+        plain = value.item() if hasattr(value, "item") else value
+        if not isinstance(name, str) or not isinstance(plain, int | float | None):
+            raise TypeError(f"metric {name!r} must be a number, not {type(value).__name__}. Nothing was written.")
+        found[name] = plain
+    return found
 
 
 def _others(steps: Sequence[int], step: int, root: Path) -> str:
@@ -343,17 +423,13 @@ def _restore_plan(source: Source, placement: Placement, options: RestoreOptions)
 
 
 @contextlib.contextmanager
-def _draft(disk: LocalDisk, path: Path, item: str | None) -> Iterator[Draft]:
-    """A draft beside `path`; removed if it is not published."""
-    place = temporary(path)
+def _draft(disk: LocalDisk, final: Path, item: str | None) -> Iterator[Draft]:
+    """A draft of `final`, beside it; removed if it is not published."""
+    draft = Draft.start(disk, final, item, rank=0)
     try:
-        yield Draft.start(disk, place, item, rank=0)
+        yield draft
     finally:
-        if disk.exists(place):
-            with contextlib.suppress(
-                OSError
-            ):  # the error that led here is the one to raise; the name is a temporary one
-                disk.remove_tree(place)
+        draft.end(disk)
 
 
 def _make_parents(disk: LocalDisk, path: Path) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "InvalidStateError",
     "MismatchError",
     "NameCollisionError",
+    "SkippedStepWarning",
     "StorageError",
     "TierkeepError",
     "UnsupportedFormatError",
@@ -140,6 +141,8 @@ class CorruptCheckpointError(TierkeepError, ValueError):
         self.path = path
         self.findings = tuple(findings)
         self.holds = holds
+        self.partly_filled = False
+        """The target holds some of this checkpoint by now: verified bytes only, but not all of them."""
 
 
 class UnsupportedFormatError(TierkeepError, ValueError):
@@ -165,6 +168,10 @@ class ClosedError(TierkeepError, RuntimeError):
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what} is closed: open a new one. Everything it committed is whole.")
+
+
+class SkippedStepWarning(UserWarning):
+    """The newest step could not be restored, and an older one was. Filter it as an error to stop there instead."""
 
 
 def _rebuild(cls: type[TierkeepError], args: tuple[Any, ...], facts: dict[str, Any]) -> TierkeepError:

@@ -8,15 +8,15 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .format.orbax_metadata import METADATA
-from .format.part import WHOLE
+from .format.orbax_metadata import CHECKPOINT_METADATA
 
 if TYPE_CHECKING:
     from .tiers.local_disk import LocalDisk
 
-__all__ = ["ITEM", "doomed", "is_step_name", "list_steps", "resolve", "step_path", "temporary"]
+__all__ = ["ITEM", "doomed", "is_step_name", "leftover", "list_steps", "replaced", "resolve", "step_path", "temporary"]
 
 ITEM = "default"  # the item of a step, Orbax's name for the only one
+_LEFTOVER = re.compile(r"(.+)\.tierkeep-(tmp|trash|old)-[0-9a-f]{16}\Z", re.DOTALL)
 _STEP = re.compile(r"(0|[1-9]\d{0,18})\Z")
 
 
@@ -62,6 +62,17 @@ def doomed(path: Path) -> Path:
     return path.with_name(f"{_short(path.name)}.tierkeep-trash-{secrets.token_hex(8)}")
 
 
+def replaced(path: Path) -> Path:
+    """A name for what a new checkpoint takes the place of, where the two names cannot be swapped at once."""
+    return path.with_name(f"{_short(path.name)}.tierkeep-old-{secrets.token_hex(8)}")
+
+
+def leftover(name: str) -> tuple[str, str] | None:
+    """(what it was made for, its state: `tmp`, `trash` or `old`) of a name that is ours; None for any other."""
+    found = _LEFTOVER.match(name)
+    return None if found is None else (found[1], found[2])
+
+
 def _short(name: str) -> str:
     """What of a name leaves room for an ending: file systems take 255 bytes."""
     return os.fsdecode(os.fsencode(name)[:200])
@@ -72,7 +83,7 @@ def is_step_name(name: str) -> bool:
 
 
 def list_steps(disk: LocalDisk, root: Path) -> list[int]:
-    """The committed steps of a root, oldest first. Names that are not ours are left out."""
+    """The steps that stand in a root, oldest first, damaged ones too. Names that are not ours are left out."""
     try:
         entries = disk.list_dir(root)
     except FileNotFoundError:
@@ -85,4 +96,5 @@ def list_steps(disk: LocalDisk, root: Path) -> list[int]:
 
 
 def _holds_item(disk: LocalDisk, path: Path) -> bool:
-    return any(disk.exists(path / ITEM / name) for name in (WHOLE, METADATA))
+    """Whether a directory was made as a step: its name alone does not make it one, damage does not undo it."""
+    return disk.exists(path / CHECKPOINT_METADATA) or disk.exists(path / ITEM)

@@ -52,13 +52,14 @@ def test_a_chunk_that_is_missing_is_an_error_where_all_were_stored(version: str,
 
 @pytest.mark.parametrize("chunk", [1, 2**20])
 def test_a_chunk_missing_from_the_index_is_an_error(chunk: int, tmp_path: Path) -> None:
-    """The record of tierkeep's own checkpoints removed, so that only TensorStore looks at them."""
+    """The records of tierkeep's own checkpoints removed, so that only TensorStore looks at them."""
     tierkeep_torch.save(
         {"hurt": torch.from_numpy(DATA), "whole": torch.ones(3)},
         tmp_path / "c",
         options=SaveOptions(chunk_nbytes=max(4096, chunk)),
     )
     (tmp_path / "c" / "tierkeep.json").unlink()
+    (tmp_path / "c" / "ocdbt.process_0" / "part.json").unlink()
     store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{tmp_path}/c/"}).result()
     chunks = [key for key in store.list().result() if key.startswith(b"hurt/c/")]
     assert (len(chunks) == 1) == (chunk > 4096)
@@ -82,6 +83,7 @@ def test_a_byte_that_changed_in_a_compressed_chunk_is_an_error(version: str, tmp
 def test_a_byte_that_changed_anywhere_in_a_chunk_with_crc32c_is_an_error(tmp_path: Path) -> None:
     tierkeep_torch.save({"hurt": torch.from_numpy(DATA), "whole": torch.ones(3)}, tmp_path / "c")
     (tmp_path / "c" / "tierkeep.json").unlink()
+    (tmp_path / "c" / "ocdbt.process_0" / "part.json").unlink()
     image = max((tmp_path / "c" / "ocdbt.process_0" / "d").iterdir(), key=lambda path: path.stat().st_size)
     whole = image.read_bytes()
     start = whole.index(DATA.tobytes())

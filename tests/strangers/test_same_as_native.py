@@ -39,7 +39,7 @@ FEW = settings(
 
 @contextlib.contextmanager
 def both_ways(adapter: Any, state: Any, options: SaveOptions) -> Iterator[tuple[Path, Path]]:
-    """One state saved twice: as it is, and without tierkeep's own record."""
+    """One state saved twice: as it is, and without tierkeep's own records."""
     with tempfile.TemporaryDirectory() as folder:
         own, foreign = Path(folder) / "own", Path(folder) / "foreign"
         for path in (own, foreign):
@@ -48,6 +48,7 @@ def both_ways(adapter: Any, state: Any, options: SaveOptions) -> Iterator[tuple[
             else:
                 tierkeep_torch.save(state, path, options=options)
         (foreign / "tierkeep.json").unlink()
+        (foreign / "ocdbt.process_0" / "part.json").unlink()
         yield own, foreign
 
 

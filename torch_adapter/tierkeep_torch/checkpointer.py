@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from tierkeep.checkpointer import SaveReport
     from tierkeep.options import RestoreOptions, SaveOptions
+    from tierkeep.tiers.retain import Keep
 
 __all__ = ["Checkpointer", "load", "save"]
 
@@ -82,11 +83,12 @@ def load(
 class Checkpointer(core.Checkpointer):
     """The steps of one PyTorch run. See `tierkeep.checkpointer.Checkpointer` for what holds.
 
-    `root` is created by the first save; `keep` is how many of the newest steps stay (None: all).
+    `root` is created by the first save; `keep` is how many of the newest steps stay, or a `Keep`
+    that names them otherwise (None: all). After a save has left the rest durable, what it does not name is removed.
     """
 
     def __init__(
-        self, root: str | os.PathLike[str], *, keep: int | None = None, options: SaveOptions | None = None
+        self, root: str | os.PathLike[str], *, keep: int | Keep | None = None, options: SaveOptions | None = None
     ) -> None:
         super().__init__(TorchAdapter(), root, keep=keep, options=options)
 

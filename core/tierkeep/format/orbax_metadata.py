@@ -27,6 +27,7 @@ __all__ = [
     "array_metadatas",
     "checkpoint_metadata",
     "metadata",
+    "read_metrics",
     "shardings",
     "strings",
 ]
@@ -123,3 +124,12 @@ def checkpoint_metadata(item: str, begun_ns: int, committed_ns: int, metrics: Ma
             "custom_metadata": {},
         }
     )
+
+
+def read_metrics(data: bytes) -> Mapping[str, Any]:
+    """The metrics of a step's `_CHECKPOINT_METADATA`. Raises ValueError if there are none to be found in it."""
+    raw = msgspec.json.decode(data)
+    metrics = raw.get("metrics") if isinstance(raw, dict) else None
+    if not isinstance(metrics, dict):
+        raise ValueError("no metrics")
+    return metrics

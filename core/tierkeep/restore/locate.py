@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointNotFoundError, UnsupportedFormatError
+from ..errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
 from ..format.orbax_metadata import METADATA
-from ..format.part import WHOLE
+from ..format.part import PART, WHOLE
 from ..save.commit import MANIFEST
 from ..step import ITEM, is_step_name
 from .opened import open_checkpoint
@@ -29,6 +30,7 @@ _LOOKED_FOR = (
     "a .safetensors file or index, a torch.save file"
 )
 _DIRECTORIES = 200
+_PROCESS = re.compile(r"ocdbt\.process_\d+\Z")
 _ZIP = b"PK\x03\x04"
 _PICKLE = b"\x80\x02"
 
@@ -75,6 +77,7 @@ def _open_directory(disk: LocalDisk, path: Path, direct: bool, holds: str, stack
     item = find_item(disk, path)
     if item is not None and disk.exists(item / WHOLE):
         return Stored(stack.enter_context(open_checkpoint(disk, item, direct=direct, holds=holds)))
+    _refuse_half_of_ours(disk, item or path, holds)
     # Only needed for what others wrote: opening our own takes neither the time nor the memory of TensorStore.
     from .foreign import orbax, safetensors
 
@@ -100,6 +103,15 @@ def _open_directory(disk: LocalDisk, path: Path, direct: bool, holds: str, stack
         several = ", ".join((indexes or tensors)[:8])
         raise CheckpointNotFoundError(str(path), f"one file or index, but it holds {several}: name one", holds)
     raise CheckpointNotFoundError(str(path), _LOOKED_FOR, holds)
+
+
+def _refuse_half_of_ours(disk: LocalDisk, path: Path, holds: str) -> None:
+    """Without our record of the whole, a checkpoint of ours would come back poorer: other dtypes, keys and containers."""
+    for entry in disk.list_dir(path):
+        part = path / entry.name / PART
+        if _PROCESS.match(entry.name) and disk.exists(part):
+            findings = [f"missing: {path / WHOLE} (remove {part} too to have the rest read as Orbax reads it)"]
+            raise CorruptCheckpointError(str(path), findings, holds)
 
 
 def _holds_zarr(disk: LocalDisk, path: Path) -> bool:

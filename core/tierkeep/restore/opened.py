@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["Opened", "open_checkpoint"]
 
 _RECORD_LIMIT = 1 << 31  # bytes; no record of a real state comes near
+# What opening says of a name at which something else stands than the file that was saved.
+_OTHER_KIND = frozenset({errno.EINVAL, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EFBIG})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,8 @@ def open_checkpoint(disk: LocalDisk, path: Path, *, direct: bool, holds: str) ->
     """Opens the checkpoint whose item directory is `path`; closes its files at the end.
 
     Raises CorruptCheckpointError naming the file for a record that is damaged, a part that is missing or another
-    checkpoint's, an image that is missing or of another size, and chunks that no part holds. Nothing is allocated by
-    what a record declares before that is checked.
+    checkpoint's, an image that is missing or of another size, a file that is none or that a link leads out of the
+    directory for, and chunks that no part holds. Nothing is allocated by what a record declares before that is checked.
     """
     whole = _read_whole(disk, path, holds)
     parts: list[Part] = []
@@ -53,14 +56,17 @@ def open_checkpoint(disk: LocalDisk, path: Path, *, direct: bool, holds: str) ->
         images: list[ImageReader | None] = []
         for name, nbytes, crc in whole.parts:
             try:
-                data = disk.read_file(path / name / PART, _RECORD_LIMIT)
+                _check_inside(disk, path, path / name / PART)
+                data = disk.read_file(path / name / PART, min(nbytes, _RECORD_LIMIT))
                 if len(data) != nbytes or crc32c(data) != crc:
                     raise ValueError("it is not the record that was committed")
                 part = parse_part(data, whole)
                 parts.append(part)
-                images.append(_open_image(disk, path / name / DATA, part, direct, stack))
+                images.append(_open_image(disk, path, path / name / DATA, part, direct, stack))
             except FileNotFoundError as error:
                 findings.append(f"missing: {error.filename}")
+            except OSError as error:
+                findings.append(_misplaced(error))
             except (ValueError, RecursionError) as error:
                 findings.append(f"{path / name / PART}: {error}")
         if findings:
@@ -70,22 +76,41 @@ def open_checkpoint(disk: LocalDisk, path: Path, *, direct: bool, holds: str) ->
 
 def _read_whole(disk: LocalDisk, path: Path, holds: str) -> Whole:
     try:
+        _check_inside(disk, path, path / WHOLE)
         return parse_whole(disk.read_file(path / WHOLE, _RECORD_LIMIT))
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if disk.exists(path / WHOLE):  # a link that leads nowhere
+            raise CorruptCheckpointError(str(path), [f"missing: {error.filename}"], holds) from error
         raise CheckpointNotFoundError(str(path), WHOLE, holds) from None
+    except OSError as error:
+        raise CorruptCheckpointError(str(path), [_misplaced(error)], holds) from error
     except UnsupportedVersion as error:
         raise UnsupportedFormatError(str(path / WHOLE), str(error), f"version {VERSION}") from error
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(str(path), [f"{path / WHOLE}: {error}"], holds) from error
 
 
+def _check_inside(disk: LocalDisk, item: Path, file: Path) -> None:
+    """Links may lead to an item and within it; what they lead to outside it is not read, whatever it is."""
+    if not disk.is_inside(file, item):
+        raise ValueError(f"a link leads {file.name} out of the checkpoint")
+
+
+def _misplaced(error: OSError) -> str:
+    """What stands where a file should. Raises `error` again if that is not what it says."""
+    if error.errno not in _OTHER_KIND:
+        raise error
+    return f"{error.filename}: {error.strerror}"
+
+
 def _open_image(
-    disk: LocalDisk, path: Path, part: Part, direct: bool, stack: contextlib.ExitStack
+    disk: LocalDisk, item: Path, path: Path, part: Part, direct: bool, stack: contextlib.ExitStack
 ) -> ImageReader | None:
     if not part.image:
         if part.image_nbytes:
             raise ValueError(f"{part.image_nbytes} bytes without an image")
         return None
+    _check_inside(disk, item, path / part.image)
     image = disk.open_image(path / part.image, direct=direct)
     stack.callback(image.close)
     if image.nbytes != part.image_nbytes:

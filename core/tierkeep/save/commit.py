@@ -19,16 +19,16 @@ from ..errors import CheckpointExistsError
 from ..format import orbax_metadata
 from ..format.ocdbt import DataFile, Index
 from ..format.part import PART, WHOLE, encode_part, encode_whole
-from ..step import doomed
+from ..step import doomed, leftover, replaced, temporary
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from ..tiers.local_disk import LocalDisk
+    from ..tiers.local_disk import DirLock, LocalDisk
     from .plan import SavePlan
 
-__all__ = ["DATA", "MANIFEST", "Draft", "commit_part", "commit_whole", "is_checkpoint", "publish", "retire"]
+__all__ = ["DATA", "MANIFEST", "Draft", "commit_part", "commit_whole", "is_checkpoint", "publish", "retire", "sweep"]
 
 MANIFEST = "manifest.ocdbt"
 DATA = "d"
@@ -46,30 +46,59 @@ class Draft:
     image: str
     """The image's name, 32 hex digits, never used before."""
     begun_ns: int
+    lock: DirLock | None
+    """Held as long as the draft is being made, so that nobody takes it for a leftover; None without locks here."""
 
     @classmethod
-    def start(cls, disk: LocalDisk, path: Path, item: str | None, rank: int) -> Draft:
-        """Makes the directories of a draft."""
+    def start(cls, disk: LocalDisk, final: Path, item: str | None, rank: int) -> Draft:
+        """Makes the directories of a draft of `final`, beside it."""
+        path, lock = _own_directory(disk, final)
         draft = cls(
             path,
             path if item is None else path / item,
             secrets.token_hex(16),
             secrets.token_hex(16),
             time.time_ns(),
+            lock,
         )
-        disk.make_dir(path)
-        if item is not None:
-            disk.make_dir(draft.item)
-        disk.make_dir(draft.item / DATA)
-        disk.make_dir(draft.part_path(rank))
-        disk.make_dir(draft.part_path(rank) / DATA)
+        try:
+            if item is not None:
+                disk.make_dir(draft.item)
+            disk.make_dir(draft.item / DATA)
+            disk.make_dir(draft.part_path(rank))
+            disk.make_dir(draft.part_path(rank) / DATA)
+        except BaseException:
+            draft.end(disk)
+            raise
         return draft
+
+    def end(self, disk: LocalDisk) -> None:
+        """Lets go of the draft, published or not; what was not is removed, now or by a later `sweep`."""
+        try:
+            if disk.exists(self.path):
+                _remove_old(disk, self.path)
+        finally:
+            if self.lock is not None:
+                self.lock.close()
 
     def part_path(self, rank: int) -> Path:
         return self.item / part_name(rank)
 
     def image_path(self, rank: int) -> Path:
         return self.part_path(rank) / DATA / self.image
+
+
+def _own_directory(disk: LocalDisk, final: Path) -> tuple[Path, DirLock | None]:
+    """A new directory under a temporary name, locked before anybody can have taken it for a leftover."""
+    while True:
+        path = temporary(final)
+        disk.make_dir(path)
+        try:
+            lock = disk.lock(path)
+        except OSError:  # a file system without locks: there, nobody sweeps drafts
+            return path, None
+        if lock is not None:
+            return path, lock  # else it was swept up at once, and another name is tried
 
 
 def part_name(rank: int) -> str:
@@ -163,7 +192,7 @@ def retire(disk: LocalDisk, path: Path) -> None:
     trash = doomed(path)
     disk.rename(path, trash)
     disk.sync_dir(path.parent)
-    disk.remove_tree(trash)
+    _remove_old(disk, trash)
 
 
 def _swap(disk: LocalDisk, new: Path, final: Path) -> None:
@@ -172,7 +201,8 @@ def _swap(disk: LocalDisk, new: Path, final: Path) -> None:
         _remove_old(disk, new)
         return
     # No atomic exchange on this file system: for the moment between two renames nothing stands at `final`.
-    old = doomed(final)
+    # Its name says that it is to come back if the second does not happen: see `sweep`.
+    old = replaced(final)
     disk.rename(final, old)
     try:
         disk.rename(new, final)
@@ -183,8 +213,43 @@ def _swap(disk: LocalDisk, new: Path, final: Path) -> None:
     _remove_old(disk, old)
 
 
+def sweep(disk: LocalDisk, directory: Path, *, mine: Callable[[str], bool]) -> None:
+    """Removes what dead writers left in `directory`; `mine` says which names' leftovers are to be looked at.
+
+    A draft that a living process works on is left alone. A checkpoint that was being replaced, without anything having
+    come to its place, comes back. Whatever cannot be removed stays for the next time; nothing visible is touched.
+    """
+    try:
+        names = [entry.name for entry in disk.list_dir(directory)]
+    except OSError:
+        return
+    for name in names:
+        found = leftover(name)
+        if found is None or not mine(found[0]):
+            continue
+        final, state = found
+        path = directory / name
+        with contextlib.suppress(OSError):
+            if state == "old" and not disk.exists(directory / final):
+                disk.rename_new(path, directory / final)
+                disk.sync_dir(directory)
+                continue
+            lock = None if state == "trash" else disk.lock(path)
+            if lock is None and state == "tmp":
+                continue
+            try:
+                if state != "trash":  # from here on it is trash to every process
+                    trash = doomed(directory / final)
+                    disk.rename(path, trash)
+                    path = trash
+            finally:
+                if lock is not None:
+                    lock.close()
+            disk.remove_tree(path)
+
+
 def _remove_old(disk: LocalDisk, old: Path) -> None:
-    """The new checkpoint is whole by now: a failure here is no failure of the save, and the name is ours to sweep."""
+    """Removes what nobody sees any more. A failure here is no failure of the save: the name is ours to sweep later."""
     with contextlib.suppress(OSError):
         disk.remove_tree(old)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -21,7 +22,7 @@ from ..options import PAGE
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["ImageReader", "ImageWriter", "LocalDisk"]
+__all__ = ["DirLock", "ImageReader", "ImageWriter", "LocalDisk"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD = -100
@@ -61,8 +62,10 @@ class ImageWriter:
         done = 0
         while done < len(data):
             done += os.pwrite(self._fd, data[done:], offset + done)
-            if done % PAGE and self.direct:  # a short write left the alignment: repeat the page it ended in
-                done -= done % PAGE
+            if done % PAGE and self.direct:
+                # A short write left the alignment. Repeating the page it ended in could go on for ever.
+                fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+                self.direct = False
 
     def sync(self) -> None:
         os.fsync(self._fd)
@@ -78,7 +81,7 @@ class ImageReader:
 
     def __init__(self, path: Path, direct: bool) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = _open_regular(path)
         self._direct_fd = -1
         try:
             self.nbytes = os.fstat(self._fd).st_size
@@ -95,15 +98,15 @@ class ImageReader:
         Returns the bytes read: fewer than asked only at the end of the file.
         """
         done = self._read_cached(offset, out)
-        while done < len(out):
-            if self._direct_fd >= 0:
-                done -= done % PAGE
-                n = os.preadv(self._direct_fd, [out[done:]], offset + done)
-            else:
-                n = os.preadv(self._fd, [out[done:]], offset + done)
-            done += n
-            if n == 0 or (n % PAGE and offset + done >= self.nbytes):
+        done -= done % PAGE
+        fd = self._direct_fd if self._direct_fd >= 0 else self._fd
+        while done < len(out) and offset + done < self.nbytes:
+            n = os.preadv(fd, [out[done:]], offset + done)
+            if n == 0:  # the file has become shorter
                 break
+            done += n
+            if n % PAGE:  # a short read left the alignment that a direct one needs
+                fd = self._fd
         return done
 
     def _read_cached(self, offset: int, out: memoryview) -> int:
@@ -125,6 +128,18 @@ class ImageReader:
             if fd >= 0:
                 setattr(self, name, -1)
                 os.close(fd)
+
+
+class DirLock:
+    """Held on a directory until it is closed, or its process ends in any way. Made by `LocalDisk.lock`."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
 
 
 class LocalDisk:
@@ -149,17 +164,15 @@ class LocalDisk:
 
     def read_file(self, path: Path, most: int) -> bytes:
         """The bytes of a regular file; OSError (EFBIG) if there are more than `most`."""
-        with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", str(path))
-            if found.st_size > most:
-                raise OSError(errno.EFBIG, f"{found.st_size} bytes, more than {most}", str(path))
+        with os.fdopen(_open_regular(path), "rb") as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            if nbytes > most:
+                raise OSError(errno.EFBIG, f"{nbytes} bytes, more than {most}", str(path))
             return file.read()
 
     def read_head(self, path: Path, most: int) -> bytes:
-        """The first bytes of a file, up to `most`."""
-        with path.open("rb") as file:
+        """The first bytes of a regular file, up to `most`."""
+        with os.fdopen(_open_regular(path), "rb") as file:
             return file.read(most)
 
     def make_dir(self, path: Path, *, parents: bool = False) -> None:
@@ -196,11 +209,42 @@ class LocalDisk:
             raise OSError(code, os.strerror(code), str(one), None, str(other))
         return not code
 
+    def lock(self, path: Path) -> DirLock | None:
+        """A lock on the directory that stands at `path`; None if another holds it, or nothing stands there any more.
+
+        Raises OSError where the file system has no locks.
+        """
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # It may have been renamed or removed between the two calls.
+            if os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False)):
+                return DirLock(fd)
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+        return None
+
     def exists(self, path: Path) -> bool:
-        return os.path.lexists(path)
+        """Whether anything stands there. Raises OSError if that cannot be told: no step is ever taken for none."""
+        try:
+            os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def is_dir(self, path: Path) -> bool:
         return path.is_dir()
+
+    def is_inside(self, path: Path, directory: Path) -> bool:
+        """Whether a name leads to a place in `directory` once every link in both is followed."""
+        return os.path.realpath(path).startswith(os.path.join(os.path.realpath(directory), ""))
 
     def size(self, path: Path) -> int:
         return path.stat().st_size
@@ -217,6 +261,18 @@ class LocalDisk:
             shutil.rmtree(path)
 
 
+def _open_regular(path: Path) -> int:
+    """A regular file opened to be read; OSError (EINVAL) for anything else. Does not wait, as opening a pipe would."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 def _renameat2(old: Path, new: Path, flags: int) -> int:
     """0, or the error's number."""
     if not hasattr(_libc, "renameat2"):
@@ -230,9 +286,11 @@ def _fallocate(fd: int, nbytes: int) -> bool:
     # os.posix_fallocate writes zeros where the file system has no fallocate; the system call says so instead.
     if not nbytes or not hasattr(_libc, "fallocate"):
         return False
-    if _libc.fallocate(fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(nbytes)) == 0:
-        return True
-    code = ctypes.get_errno()
+    code = errno.EINTR
+    while code == errno.EINTR:  # a signal came: Python repeats its own calls, but not this one
+        if _libc.fallocate(fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(nbytes)) == 0:
+            return True
+        code = ctypes.get_errno()
     if code in _NOT_SUPPORTED:
         return False
     raise OSError(code, os.strerror(code))
