@@ -181,6 +181,9 @@ def test_the_documented_records_are_what_is_written(tmp_path: Path) -> None:
             for field in RANDOM & record.keys():
                 assert re.fullmatch(r"[0-9a-f]{8}|[0-9a-f]{32}", record[field])
                 record[field] = ""
+            for row in record["files"]:
+                if row[0] == "manifest.ocdbt" or row[0].startswith("d/"):  # they hold random names, or have one
+                    row[0], row[2] = re.sub(r"[0-9a-f]{32}", "", row[0]), ""
             if "parts" in record:
                 record["parts"][0][2] = 0  # the checksum of a part with random names
                 record["writer"] = record["writer"].split()[0]  # without the version

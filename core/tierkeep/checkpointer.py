@@ -8,7 +8,7 @@ import errno
 import os
 import time
 import warnings
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from .adapter import Adapter, flatten
 from .errors import (
@@ -28,7 +28,8 @@ from .memory.collector import collector_paused
 from .options import RestoreOptions, SaveOptions
 from .restore.locate import open_source
 from .restore.place import NOTHING, Placement, place
-from .save.commit import Draft, commit_part, commit_whole, publish, retire, sweep
+from .restore.verify import VerifyReport, verify_source
+from .save.commit import Draft, bring_back, commit_part, commit_whole, publish, retire, sweep
 from .save.plan import PlanCache
 from .save.write import write_image
 from .step import ITEM, is_step_name, list_steps, resolve, step_path
@@ -43,9 +44,23 @@ if TYPE_CHECKING:
     from .format.part import LeafRecord
     from .restore.source import Source
 
-__all__ = ["Checkpointer", "Engine", "Metadata", "RestorePlan", "SaveReport", "restore_options"]
+__all__ = [
+    "Checkpointer",
+    "Engine",
+    "Metadata",
+    "RestorePlan",
+    "SaveReport",
+    "VerifyReport",
+    "load_checkpoint",
+    "restore_options",
+    "save_checkpoint",
+    "verify_checkpoint",
+]
 
 _METRICS_LIMIT = 1 << 24  # bytes
+T = TypeVar("T")
+# What syncing the directory above a root may say: it is another user's, or of a file system that does not sync.
+_NOT_OURS = frozenset({errno.EACCES, errno.EPERM, errno.EINVAL, errno.EROFS})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,6 +122,7 @@ class Engine:
         self.disk = disk or LocalDisk()
         self.plans = PlanCache()
         self._buffers = Buffers(self.options.lanes, self.options.lane_nbytes)
+        self._durable: set[Path] = set()
 
     def save(
         self,
@@ -128,10 +144,11 @@ class Engine:
             plan = self.plans.plan(snapshot, self.options)
         planned = time.perf_counter()
         with self._storage(f"saving {path}", f"{path} is as it was before; earlier checkpoints are untouched"):
+            if self.disk.exists(path.parent):
+                sweep(self.disk, path.parent, mine=lambda name: name == path.name)
             if self.disk.exists(path) and not overwrite:
                 raise CheckpointExistsError(str(path))
-            _make_parents(self.disk, path.parent)
-            sweep(self.disk, path.parent, mine=lambda name: name == path.name)
+            _make_parents(self.disk, path.parent, self._durable)
             with _draft(self.disk, path, None if step is None else ITEM) as draft:
                 crcs: list[list[int]] = []
                 if plan.image_nbytes:
@@ -160,32 +177,76 @@ class Engine:
         holds: str = "no other checkpoint was touched",
     ) -> Any:
         """The state at `path`, verified; into `target` if there is one. With `dry_run`, the RestorePlan instead."""
-        with (
-            self._storage(f"restoring {path}", f"the checkpoint is untouched; {holds}"),
-            collector_paused(),
-            open_source(self.disk, path, direct=options.direct, holds=holds) as source,
-        ):
-            placement = place(source.contents, target, self.adapter, options, keys=keys, device=device, dry_run=dry_run)
-            if dry_run:
-                return _restore_plan(source, placement, options)
-            placement.check(str(source.path), options)
-            with self._lanes(options) as buffers:
+
+        def once() -> Any:
+            with collector_paused(), open_source(self.disk, path, direct=options.direct, holds=holds) as source:
+                contents = source.contents
+                placement = place(contents, target, self.adapter, options, keys=keys, device=device, dry_run=dry_run)
                 try:
-                    source.read(placement.wants, placement.sinks, buffers, options.lanes, holds)
+                    if dry_run:
+                        return _restore_plan(source, placement, options)
+                    placement.check(str(source.path), options)
+                    with self._lanes(options) as buffers:
+                        source.read(placement.wants, placement.sinks, buffers, options.lanes, holds)
+                    return placement.finish()
                 except CorruptCheckpointError as error:
                     error.partly_filled = target is not NOTHING
                     raise
-            return placement.finish()
+                finally:
+                    placement.forget()
+
+        if not self.disk.exists(path):
+            bring_back(self.disk, path.parent, mine=lambda name: name == path.name)
+        with self._storage(f"restoring {path}", f"the checkpoint is untouched; {holds}"):
+            return self._steadily(path, once, holds)
 
     def metadata(self, path: Path) -> Metadata:
         """What the checkpoint at `path` holds; its records are verified, its arrays are not read."""
-        with (
-            self._storage(f"reading {path}", "nothing was changed"),
-            open_source(self.disk, path, direct=False, holds="nothing was changed") as source,
-        ):
-            leaves = source.contents.leaves
-            nbytes = sum(leaf.nbytes for leaf in leaves if leaf.tie is None)
-            return Metadata(str(source.path), {leaf.name: leaf for leaf in leaves}, nbytes)
+
+        def once() -> Metadata:
+            with open_source(self.disk, path, direct=False, holds="nothing was changed") as source:
+                leaves = source.contents.leaves
+                nbytes = sum(leaf.nbytes for leaf in leaves if leaf.tie is None)
+                return Metadata(str(source.path), {leaf.name: leaf for leaf in leaves}, nbytes)
+
+        with self._storage(f"reading {path}", "nothing was changed"):
+            return self._steadily(path, once, "nothing was changed")
+
+    def verify(
+        self, path: Path, *, options: RestoreOptions, holds: str = "no other checkpoint was touched"
+    ) -> VerifyReport:
+        """Reads all of the checkpoint at `path` once and compares it with its checksums; nothing is changed.
+
+        Raises CorruptCheckpointError listing everything that was found: also in the padding and in the files that only
+        stock readers need, which a restore does not look at.
+        """
+
+        def once() -> VerifyReport:
+            with (
+                collector_paused(),
+                open_source(self.disk, path, direct=options.direct, holds=holds) as source,
+                self._lanes(options) as buffers,
+            ):
+                return verify_source(self.disk, source, buffers, options.lanes, holds)
+
+        with self._storage(f"verifying {path}", f"the checkpoint is untouched; {holds}"):
+            return self._steadily(path, once, holds)
+
+    def _steadily(self, path: Path, once: Callable[[], T], holds: str) -> T:
+        """What `once` gives; again if what stood at `path` was replaced meanwhile, for then it may have seen some of each.
+
+        Raises CheckpointNotFoundError if it was removed meanwhile, whatever `once` made of that.
+        """
+        while True:
+            before = self.disk.identity(path)
+            try:
+                return once()
+            except (CorruptCheckpointError, FileNotFoundError) as error:
+                after = self.disk.identity(path)
+                if after == before or getattr(error, "partly_filled", False):
+                    raise
+                if after is None:
+                    raise CheckpointNotFoundError(str(path), "what was removed while it was read", holds) from error
 
     def close(self) -> None:
         self._buffers.close()
@@ -301,27 +362,37 @@ class Checkpointer:
         """The newest step that verifies; says loudly which ones it passed over, and why."""
         if not steps:
             raise CheckpointNotFoundError(str(self.root), "steps in it", "it holds none")
-        skipped: list[str] = []
-        for step in reversed(steps):
+        skipped: dict[int, str] = {}
+        left = list(steps)
+        while left:
+            step = left.pop()
             try:
                 found = restore(step)
             except (CorruptCheckpointError, UnsupportedFormatError, CheckpointNotFoundError) as error:
                 if may_mix and isinstance(error, CorruptCheckpointError) and error.partly_filled:
                     raise  # what the older step leaves as it is in the target would be of this one
-                skipped.append(f"step {step}: {error}")
+                now = self.steps()
+                if step in now:
+                    skipped[step] = f"step {step}: {error}"
+                else:  # another process retired it meanwhile, and so has saved newer ones
+                    left = [other for other in now if other not in skipped]
                 continue
             if skipped:
                 warnings.warn(
-                    f"restored step {step} of {self.root}, not the newest: {' '.join(skipped)}",
+                    f"restored step {step} of {self.root}, not the newest: {' '.join(skipped.values())}",
                     SkippedStepWarning,
                     stacklevel=4,
                 )
             return found
-        raise CorruptCheckpointError(str(self.root), skipped, "no step of it can be restored; all are left as they are")
+        findings = list(skipped.values()) or ["its steps were removed while they were read"]
+        raise CorruptCheckpointError(
+            str(self.root), findings, "no step of it can be restored; all are left as they are"
+        )
 
     def steps(self) -> list[int]:
         """The committed steps, oldest first."""
         self._open()
+        bring_back(self._disk, self.root, mine=is_step_name)
         try:
             return list_steps(self._disk, self.root)
         except OSError as error:
@@ -334,6 +405,15 @@ class Checkpointer:
     def metadata(self, step: int) -> Metadata:
         """What `step` holds, without reading its arrays."""
         return self._open().metadata(step_path(self.root, step))
+
+    def verify(self, step: int, *, options: RestoreOptions | None = None) -> VerifyReport:
+        """Reads all of `step` once and compares it with its checksums, without a target and without memory for one.
+
+        Raises CorruptCheckpointError listing everything that was found, and CheckpointNotFoundError.
+        """
+        path = step_path(self.root, step)
+        holds = _others(self.steps(), int(path.name), self.root)
+        return self._open().verify(path, options=options or RestoreOptions(), holds=holds)
 
     def close(self) -> None:
         """Lets go of all memory. What was saved stays."""
@@ -358,13 +438,15 @@ class Checkpointer:
         """Retires what `keep` no longer names, of the steps that tierkeep wrote; a step that is gone already is."""
         if self.keep is None:
             return
-        steps = self.steps()
         try:
+            steps = list_steps(self._disk, self.root)
             own = [step for step in steps if self._disk.exists(step_path(self.root, step) / ITEM / WHOLE)]
         except OSError as error:
             raise StorageError(f"retaining steps of {self.root}", error, f"step {newest} is saved and whole") from error
         metrics = {step: self._metrics(step) if self.keep.best else {} for step in own}
-        for step in surplus(metrics, self.keep, newest):
+        # What cannot be read now may be the best of all: it stays, and is not counted.
+        known = {step: found for step, found in metrics.items() if found is not None}
+        for step in surplus(known, self.keep, newest):
             path = step_path(self.root, step)
             try:
                 retire(self._disk, path)
@@ -373,13 +455,46 @@ class Checkpointer:
             except OSError as error:
                 raise StorageError(f"removing {path}", error, f"step {newest} is saved and whole") from error
 
-    def _metrics(self, step: int) -> Mapping[str, Any]:
-        """The metrics of a step; none if they cannot be read, so that it ranks last."""
+    def _metrics(self, step: int) -> Mapping[str, Any] | None:
+        """The metrics of a step; empty, so that it ranks last, if it has none; None if the disk does not say."""
         path = step_path(self.root, step) / CHECKPOINT_METADATA
         try:
             return read_metrics(self._disk.read_file(path, _METRICS_LIMIT))
-        except (OSError, ValueError):
+        except (FileNotFoundError, ValueError):
             return {}
+        except OSError:
+            return None
+
+
+def save_checkpoint(
+    adapter: Adapter, path: Any, state: Any, *, overwrite: bool, options: SaveOptions | None
+) -> SaveReport:
+    """What an adapter's `save` is: one checkpoint at `path`, with buffers that live as long as the call."""
+    with contextlib.closing(Engine(adapter, options)) as engine:
+        return engine.save(resolve(path), state, overwrite=overwrite)
+
+
+def load_checkpoint(
+    adapter: Adapter,
+    path: Any,
+    target: Any,
+    *,
+    keys: Sequence[str] | None,
+    device: Any,
+    dry_run: bool,
+    options: RestoreOptions | None,
+    relaxations: Mapping[str, Any],
+) -> Any:
+    """What an adapter's `load` is: the checkpoint at `path`, in `target` or NOTHING."""
+    chosen = restore_options(options, relaxations)
+    with contextlib.closing(Engine(adapter)) as engine:
+        return engine.restore(resolve(path), target, options=chosen, keys=keys, device=device, dry_run=dry_run)
+
+
+def verify_checkpoint(adapter: Adapter, path: Any, options: RestoreOptions | None) -> VerifyReport:
+    """What an adapter's `verify` is."""
+    with contextlib.closing(Engine(adapter)) as engine:
+        return engine.verify(resolve(path), options=options or RestoreOptions())
 
 
 def restore_options(options: RestoreOptions | None, relaxations: Mapping[str, Any]) -> RestoreOptions:
@@ -432,13 +547,24 @@ def _draft(disk: LocalDisk, final: Path, item: str | None) -> Iterator[Draft]:
         draft.end(disk)
 
 
-def _make_parents(disk: LocalDisk, path: Path) -> None:
-    """Makes the missing directories of `path`, each durable in its parent."""
+def _make_parents(disk: LocalDisk, path: Path, durable: set[Path]) -> None:
+    """Makes the missing directories of `path`, each durable in its parent, and adds it to those known to be `durable`.
+
+    One that is there already is made durable too: whoever made it may have died before that.
+    """
     missing = []
-    while not disk.exists(path):
-        missing.append(path)
-        path = path.parent
+    known = path
+    while not disk.exists(known):
+        missing.append(known)
+        known = known.parent
+    if known not in durable:
+        try:
+            disk.sync_dir(known.parent)
+        except OSError as error:
+            if error.errno not in _NOT_OURS:
+                raise
     for each in reversed(missing):
         with contextlib.suppress(FileExistsError):
             disk.make_dir(each)
         disk.sync_dir(each.parent)
+    durable.add(path)

@@ -91,8 +91,13 @@ def list_steps(disk: LocalDisk, root: Path) -> list[int]:
     return sorted(
         int(entry.name)
         for entry in entries
-        if _STEP.match(entry.name) and entry.is_dir() and _holds_item(disk, Path(entry.path))
+        if _STEP.match(entry.name) and _leads_to_dir(disk, entry) and _holds_item(disk, Path(entry.path))
     )
+
+
+def _leads_to_dir(disk: LocalDisk, entry: os.DirEntry[str]) -> bool:
+    # `entry.is_dir()` raises for a link that leads back to itself.
+    return entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and disk.is_dir(Path(entry.path)))
 
 
 def _holds_item(disk: LocalDisk, path: Path) -> bool:

@@ -213,7 +213,8 @@ _TAGGED: tuple[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]], ...
     ),
     ("path", pathlib.PurePath, _text, pathlib.PurePath),
     ("decimal", decimal.Decimal, str, decimal.Decimal),
-    ("fraction", fractions.Fraction, str, fractions.Fraction),
+    # Not by its text alone: "1e999999999" is a number that no memory holds.
+    ("fraction", fractions.Fraction, str, lambda v: fractions.Fraction(*map(int, v.split("/")))),
     ("uuid", uuid.UUID, str, uuid.UUID),
 )
 _ENCODERS = {cls: (tag, encode) for tag, cls, encode, _ in _TAGGED} | dict.fromkeys(

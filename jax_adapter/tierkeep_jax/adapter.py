@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from tierkeep.adapter import Branch, Destination, Stateful
-from tierkeep.restore.place import allocate_numpy
+from tierkeep.restore.arrays import allocate_numpy
 from tierkeep.tree import Node, Value, encode_key, is_own_container
 
 from . import place, stage

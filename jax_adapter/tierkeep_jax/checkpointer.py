@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from tierkeep import checkpointer as core
 from tierkeep.restore.place import NOTHING
-from tierkeep.step import resolve
 
 from .adapter import JaxAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tierkeep.checkpointer import SaveReport
+    from tierkeep.checkpointer import SaveReport, VerifyReport
     from tierkeep.options import RestoreOptions, SaveOptions
     from tierkeep.tiers.retain import Keep
 
-__all__ = ["Checkpointer", "load", "save"]
+__all__ = ["Checkpointer", "load", "save", "verify"]
 
 
 def save(
@@ -36,11 +35,7 @@ def save(
     """
     if isinstance(tree, str | bytes | os.PathLike) and not isinstance(path, str | bytes | os.PathLike):
         raise TypeError("save takes the path first, as Orbax does: save(path, tree)")
-    engine = core.Engine(JaxAdapter(), options)
-    try:
-        return engine.save(resolve(path), tree, overwrite=overwrite)
-    finally:
-        engine.close()
+    return core.save_checkpoint(JaxAdapter(), path, tree, overwrite=overwrite, options=options)
 
 
 def load(
@@ -68,18 +63,25 @@ def load(
     Raises CheckpointNotFoundError, MismatchError listing every difference, and CorruptCheckpointError listing every
     damaged leaf. `target` is never changed.
     """
-    engine = core.Engine(JaxAdapter())
-    try:
-        return engine.restore(
-            resolve(path),
-            NOTHING if target is None else target,
-            options=core.restore_options(options, relaxations),
-            keys=keys,
-            device=device,
-            dry_run=dry_run,
-        )
-    finally:
-        engine.close()
+    return core.load_checkpoint(
+        JaxAdapter(),
+        path,
+        NOTHING if target is None else target,
+        keys=keys,
+        device=device,
+        dry_run=dry_run,
+        options=options,
+        relaxations=relaxations,
+    )
+
+
+def verify(path: str | os.PathLike[str], *, options: RestoreOptions | None = None) -> VerifyReport:
+    """Reads all of the checkpoint at `path` once and compares it with its checksums; no memory for it is needed.
+
+    It looks at more than a load does: at padding, and at the files that only stock readers need. Raises
+    CorruptCheckpointError listing everything that was found, and CheckpointNotFoundError. Nothing is changed.
+    """
+    return core.verify_checkpoint(JaxAdapter(), path, options)
 
 
 class Checkpointer(core.Checkpointer):

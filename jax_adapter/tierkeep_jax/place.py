@@ -13,7 +13,7 @@ from tierkeep.format import dtypes
 from tierkeep.format.orbax_metadata import PRNG
 from tierkeep.leaf import LeafSpec
 from tierkeep.memory.buffers import aligned_array
-from tierkeep.restore.place import numpy_sink
+from tierkeep.restore.arrays import numpy_sink
 
 from .stage import box_of, is_key
 

@@ -203,3 +203,16 @@ def test_a_metric_that_is_no_number_is_refused_by_name_before_anything_is_writte
     with pytest.raises(TypeError, match="metric 'loss' must be a number"):
         found.save(1, state(1), metrics={"loss": "low"})
     assert found.steps() == []
+
+
+def test_what_was_being_replaced_is_there_for_a_reader_unless_a_living_writer_is_at_it(tmp_path: Path) -> None:
+    root = tmp_path / "r"
+    found = checkpointer(root)
+    found.save(1, state(1))
+    draft = commit.Draft.start(LocalDisk(), root / "1", "default", 0)
+    assert draft.lock is not None
+    (root / "1").rename(root / "1.tierkeep-old-0123456789abcdef")  # between the two renames of an overwrite
+    assert found.steps() == []
+    draft.lock.close()  # it died there
+    assert found.steps() == [1]
+    assert found.metadata(1).nbytes == 12

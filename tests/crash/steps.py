@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import re
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tierkeep.checkpointer import Checkpointer
 from tierkeep.options import PAGE, SaveOptions
+from tierkeep.restore.place import NOTHING
 from tierkeep.testing.numpy_adapter import NumpyAdapter
-from tierkeep.testing.strategies import exact_form
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 __all__ = ["SMALL", "assert_steps", "checkpointer", "file_bytes", "held", "leftovers", "others", "restore", "state"]
 
@@ -40,15 +40,13 @@ def checkpointer(root: Any, **settings: Any) -> Checkpointer:
 
 def restore(steps: Checkpointer, step: int | None = None, **relaxations: Any) -> Any:
     """What an adapter's `restore` without a target gives."""
-    from tierkeep.restore.place import NOTHING
-
-    return steps._restore(
-        step, NOTHING, keys=None, device=None, dry_run=False, options=None, relaxations=relaxations
-    )
+    return steps._restore(step, NOTHING, keys=None, device=None, dry_run=False, options=None, relaxations=relaxations)
 
 
 def assert_steps(root: Path, expected: Mapping[int, Any]) -> None:
     """Exactly these steps are visible, each one whole and bit for bit what it should be."""
+    from tierkeep.testing.strategies import exact_form  # here, so that a child process starts without hypothesis
+
     with checkpointer(root) as steps:
         assert steps.steps() == sorted(expected)
         for step, value in expected.items():

@@ -1,5 +1,5 @@
 """tierkeep for PyTorch: saves and restores nests of tensors, modules, optimizers and plain values."""
 
-from .checkpointer import Checkpointer, load, save
+from .checkpointer import Checkpointer, load, save, verify
 
-__all__ = ["Checkpointer", "load", "save"]
+__all__ = ["Checkpointer", "load", "save", "verify"]

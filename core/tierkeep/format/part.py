@@ -6,10 +6,11 @@ and against the file's size before anything is allocated.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -18,6 +19,9 @@ from ..tree import Tree, decode_tree, decode_value
 from . import dtypes
 from .checksum import crc32c, seal, unseal
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 __all__ = [
     "PART",
     "WHOLE",
@@ -25,6 +29,8 @@ __all__ = [
     "LeafRecord",
     "Part",
     "Whole",
+    "digest",
+    "digests",
     "encode_part",
     "encode_whole",
     "parse_part",
@@ -37,7 +43,9 @@ VERSION = 1
 _T = TypeVar("_T")
 _MOST_AXES = 64  # numpy's limit
 _SCALARS = {"bool": "bool", "int": "int64", "float": "float64", "complex": "complex128", "npscalar": None}
+_KINDS = frozenset({"array", "ndarray", *_SCALARS})
 _HEX = re.compile(r"[0-9a-f]{32}\Z")
+_FILE = re.compile(r"(\w[\w.]*/)?\w[\w.]*\Z", re.ASCII)  # one directory deep at most, and never upwards
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +88,8 @@ class Part:
     block_nbytes: int
     chunks: dict[tuple[int, int], ChunkRecord]
     """By leaf and grid number."""
+    files: tuple[tuple[str, int, str], ...] = ()
+    """Name below the part, size and digest of its other files, which only stock readers need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +105,18 @@ class Whole:
     """Directory, size and crc32c of each part's record."""
     text_keys: bool = False
     """Keys are kept with their types."""
+    files: tuple[tuple[str, int, str], ...] = ()
+    """Name, size and digest of the item's other files, which only stock readers need."""
+
+
+def digests(files: Mapping[str, bytes]) -> list[tuple[str, int, str]]:
+    """What a record keeps of other files, by name: size and digest."""
+    return [(name, len(data), digest(data)) for name, data in files.items()]
+
+
+def digest(data: bytes) -> str:
+    """BLAKE2b, 16 bytes, in hex. No crc32c: it is one and the same for all that end with theirs, as an index does."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def encode_part(
@@ -107,6 +129,7 @@ def encode_part(
     image_nbytes: int,
     layout: msgspec.Raw,
     crcs: list[list[int]],
+    files: list[tuple[str, int, str]],
 ) -> bytes:
     return seal(
         msgspec.json.encode(
@@ -121,6 +144,7 @@ def encode_part(
                 "image_nbytes": image_nbytes,
                 "layout": layout,
                 "crcs": crcs,
+                "files": files,
             }
         )
     )
@@ -134,6 +158,7 @@ def encode_whole(
     structure: msgspec.Raw,
     values: list[Any],
     parts: list[tuple[str, bytes]],
+    files: list[tuple[str, int, str]],
 ) -> bytes:
     """`parts`: each part's directory and the bytes of its record."""
     return seal(
@@ -147,6 +172,7 @@ def encode_whole(
                 "structure": structure,
                 "values": values,
                 "parts": [(name, len(record), crc32c(record)) for name, record in parts],
+                "files": files,
             }
         )
     )
@@ -173,6 +199,8 @@ def parse_whole(data: bytes) -> Whole:
         if not re.fullmatch(r"ocdbt\.process_\d{1,9}", row[0]):
             raise ValueError(f"a part in {row[0]!r}")
         parts.append((row[0], _number(row[1]), _number(row[2])))
+    if len({name for name, _, _ in parts}) != len(parts):
+        raise ValueError("a part that stands twice")
     return Whole(
         _get(raw, "save_id", str),
         _get(raw, "digest", str),
@@ -180,6 +208,7 @@ def parse_whole(data: bytes) -> Whole:
         leaves,
         tuple(values),
         tuple(parts),
+        files=_files(raw),
     )
 
 
@@ -206,10 +235,10 @@ def parse_part(data: bytes, whole: Whole) -> Part:
             raise ValueError(f"chunk {number} of leaf {record.name!r}, which has {record.grid}")
         if _number(offset) + nbytes > image_nbytes:
             raise ValueError(f"chunk {number} of leaf {record.name!r} ends past the image")
-        if not isinstance(crcs, list) or len(crcs) != -(-nbytes // block):
-            raise ValueError(f"chunk {number} of leaf {record.name!r} has {len(crcs)} checksums")
-        chunks[leaf, number] = ChunkRecord(offset, tuple(map(_number, crcs)))
-    return Part(image, image_nbytes, block, chunks)
+        if not isinstance(crcs, list) or len(crcs) != -(-nbytes // block) or max(map(_number, crcs)) >> 32:
+            raise ValueError(f"chunk {number} of leaf {record.name!r} has other checksums than a chunk has")
+        chunks[leaf, number] = ChunkRecord(offset, tuple(crcs))
+    return Part(image, image_nbytes, block, chunks, _files(raw))
 
 
 class UnsupportedVersion(ValueError):
@@ -231,6 +260,8 @@ def _leaf(number: int, row: Any) -> LeafRecord:
     name, kind, dtype, shape, ext, chunk, tie = row
     if not (isinstance(name, str) and isinstance(kind, str) and isinstance(dtype, str) and isinstance(ext, str | None)):
         raise ValueError(f"leaf {number} has no name, kind or dtype")
+    if kind not in _KINDS:
+        raise UnsupportedVersion(f"with leaf {name!r} of kind {kind!r}")
     try:
         itemsize = dtypes.lookup(dtype).itemsize
     except KeyError as error:
@@ -249,6 +280,15 @@ def _leaf(number: int, row: Any) -> LeafRecord:
     grid = tuple(-(-n // c) for n, c in zip(lengths, edges, strict=True))
     nbytes = math.prod(edges) * itemsize
     return LeafRecord(name, LeafSpec(kind, dtype, lengths, ext), edges, grid, tie, itemsize, nbytes)
+
+
+def _files(raw: dict[str, Any]) -> tuple[tuple[str, int, str], ...]:
+    files = []
+    for row in raw.get("files", []) if isinstance(raw.get("files", []), list) else [None]:
+        if not (isinstance(row, list) and len(row) == 3 and isinstance(row[0], str) and _FILE.match(row[0])):
+            raise ValueError("a file that is not [name, size, digest]")
+        files.append((row[0], _number(row[1]), str(row[2])))
+    return tuple(files)
 
 
 def _number(value: Any) -> int:

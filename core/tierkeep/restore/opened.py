@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..tiers.local_disk import ImageReader, LocalDisk
     from .source import Contents
 
-__all__ = ["Opened", "open_checkpoint"]
+__all__ = ["Opened", "open_checkpoint", "read_checked"]
 
 _RECORD_LIMIT = 1 << 31  # bytes; no record of a real state comes near
 # What opening says of a name at which something else stands than the file that was saved.
@@ -72,6 +72,20 @@ def open_checkpoint(disk: LocalDisk, path: Path, *, direct: bool, holds: str) ->
         if findings:
             raise CorruptCheckpointError(str(path), findings, holds)
         yield Opened(path, whole, tuple(parts), tuple(images), _cover(path, whole, parts, holds))
+
+
+def read_checked(disk: LocalDisk, item: Path, file: Path, most: int, findings: list[str]) -> bytes | None:
+    """A file of the checkpoint at `item`; None, with what stands there instead among the findings, if it is none."""
+    try:
+        _check_inside(disk, item, file)
+        return disk.read_file(file, most)
+    except FileNotFoundError as error:
+        findings.append(f"missing: {error.filename}")
+    except OSError as error:
+        findings.append(_misplaced(error))
+    except ValueError as error:
+        findings.append(f"{file}: {error}")
+    return None
 
 
 def _read_whole(disk: LocalDisk, path: Path, holds: str) -> Whole:

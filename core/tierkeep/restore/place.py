@@ -18,19 +18,21 @@ import numpy as np
 
 from ..adapter import Adapter, Branch, Destination, Region, Sink, Stateful, children_of
 from ..errors import InvalidStateError, MismatchError
-from ..format import dtypes
 from ..leaf import Box, LeafSpec
 from ..tree import NamedMapping, Node, Tree, Value, decode_key, decode_value, is_sequence, join, rebuild, walk
+from .arrays import allocate_numpy, numpy_destination
 
 if TYPE_CHECKING:
     from ..format.part import LeafRecord
     from ..options import RestoreOptions
     from .source import Contents
 
-__all__ = ["NOTHING", "Placement", "allocate_numpy", "numpy_sink", "place"]
+__all__ = ["NOTHING", "Placement", "place"]
 
 Finish = Callable[[], Any]
 NOTHING = object()  # no target: give back what was saved
+# What a framework raises of a value or of parts that it cannot make anything of.
+_REFUSALS = (TypeError, ValueError, LookupError, RuntimeError, ArithmeticError, AttributeError)
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,6 +41,9 @@ class Placement:
 
     finish: Finish = lambda: None
     """Called when all sinks are filled: the restored state."""
+    forget: Callable[[], None] = lambda: None
+    """Lets go of the target's arrays and of new ones; nothing can be called afterwards. Without it they would live until
+    the cyclic collector comes by, because what finishes them refers to itself."""
     wants: list[tuple[int, Box]] = dataclasses.field(default_factory=list)
     sinks: list[Sink] = dataclasses.field(default_factory=list)
     names: list[str] = dataclasses.field(default_factory=list)
@@ -85,6 +90,7 @@ def place(
         placer.placement.finish = placer.build(tree, ())
     else:
         placer.placement.finish = placer.match(target, tree, ())
+    placer.placement.forget = placer.forget
     return placer.placement
 
 
@@ -157,6 +163,13 @@ class _Placer:
         self.allocated: dict[int, Destination] = {}
         self.filled: dict[Any, int] = {}  # memory that is being filled, and the leaf it is filled from
 
+    def forget(self) -> None:
+        self.built.clear()
+        self.allocated.clear()
+        self.filled.clear()
+        self.placement.sinks = []
+        self.placement.finish = self.placement.forget = lambda: None
+
     # Without a target
 
     def build(self, tree: Tree, path: tuple[Any, ...]) -> Finish:
@@ -173,8 +186,11 @@ class _Placer:
 
         def finish() -> Any:
             made = [child() for child in children]
-            own = self.adapter.rebuild(node, made)
-            return rebuild(node, made) if own is None else own
+            try:
+                own = self.adapter.rebuild(node, made)
+                return rebuild(node, made) if own is None else own
+            except _REFUSALS as error:
+                raise _unmakeable(join(path), node.kind, error) from error
 
         return finish
 
@@ -187,9 +203,17 @@ class _Placer:
             known = self.allocated.get(owner)
             if known is not None and known.again is not None:
                 again = known.again
-                self.built[key] = _once(lambda: again(record.spec.ext))
+                make = _once(lambda: again(record.spec.ext))
             else:
-                self.built[key] = _once(self.allocate(owner, record).finish)
+                make = _once(self.allocate(owner, record).finish)
+
+            def finish() -> Any:
+                try:
+                    return make()
+                except _REFUSALS as error:
+                    raise _unmakeable(record.name, record.spec.ext or record.spec.kind, error) from error
+
+            self.built[key] = finish
         return self.built[key]
 
     def allocate(self, owner: int, record: LeafRecord) -> Destination:
@@ -219,7 +243,10 @@ class _Placer:
                         "pass pickle=True if you trust the checkpoint. Nothing was read."
                     )
                 return lambda: pickle.loads(base64.b64decode(raw["v"]))
-            own = self.adapter.decode_value(raw["t"], raw["v"])
+            try:
+                own = self.adapter.decode_value(raw["t"], raw["v"])
+            except _REFUSALS as error:  # of another version of the framework, or nothing it ever had
+                raise InvalidStateError(f"leaf {join(path)!r}: {error}. Nothing was read.") from error
             if own is not None:
                 return lambda: own
         plain = decode_value(raw)
@@ -279,7 +306,7 @@ class _Placer:
 
     def destination(self, target: Any, stored: LeafSpec | None) -> Destination | None:
         if isinstance(target, np.ndarray):
-            return _numpy_destination(target, stored, in_place=self.adapter.in_place)
+            return numpy_destination(target, stored, in_place=self.adapter.in_place)
         spec = stored if stored is not None else LeafSpec("array", "uint8", ())
         return self.adapter.destination(target, spec)
 
@@ -321,7 +348,11 @@ class _Placer:
         for child, part, key in zip(branch.children, tree.children, branch.node.keys, strict=True):
             if type(part) is int and self.is_array(part):
                 stored = self.whole.leaves[part].spec
-                own = self.destination(child, stored)
+                try:
+                    own = self.destination(child, stored)
+                except (TypeError, ValueError) as error:
+                    self.placement.structure.append(f"{join((*path, decode_key(key)))}: {error}")
+                    continue
                 if own is not None and own.spec.dtype != stored.dtype:
                     self.placement.dtype.append(
                         f"{join((*path, decode_key(key)))}: {stored.dtype} in the checkpoint, {own.spec.dtype} in the target"
@@ -433,6 +464,14 @@ def _kind(target: Any) -> str:
     return "None" if target is None else type(target).__name__
 
 
+def _unmakeable(name: str, kind: str, error: Exception) -> InvalidStateError:
+    """For what the framework refuses to make of a record that verifies."""
+    return InvalidStateError(
+        f"{name!r}: no {kind} can be made of what the checkpoint holds: {error}. "
+        "What was read is verified; the checkpoint is untouched."
+    )
+
+
 def _once(finish: Finish) -> Finish:
     made: list[Any] = []
 
@@ -467,63 +506,5 @@ def _remake(target: Any, branch: Branch, children: list[tuple[Any, Any]], adapte
     return rebuild(branch.node, values)
 
 
-# numpy arrays and scalars, which every framework's states hold
-
-
 def _unplaced(spec: LeafSpec) -> Destination:
     return Destination(spec, (Region(Box.whole(spec.shape), lambda part, data: None),), lambda: None)
-
-
-def allocate_numpy(spec: LeafSpec) -> Destination:
-    """A new numpy array or scalar. Raises TypeError if numpy has no such dtype."""
-    dtype = dtypes.numpy_dtype(spec.dtype)
-    if dtype is None:
-        raise TypeError(f"neither the framework nor numpy has the dtype {spec.dtype} here")
-    array = np.empty(spec.shape, dtype)
-    finish: Finish = {"ndarray": lambda: array, "npscalar": lambda: array[()]}.get(spec.kind, lambda: array.item())
-    return Destination(spec, (Region(Box.whole(spec.shape), numpy_sink(array, spec.dtype)),), finish)
-
-
-def _numpy_destination(target: np.ndarray[Any, Any], stored: LeafSpec | None, *, in_place: bool) -> Destination:
-    dtype = dtypes.dtype_of_numpy(target.dtype)
-    if dtype is None or target.dtype.byteorder == ">":
-        raise TypeError(f"a numpy array of dtype {target.dtype} cannot be restored into")
-    if in_place and not target.flags.writeable:
-        raise ValueError("a numpy array that is not writable cannot be restored into")
-    array = target if in_place else np.empty(target.shape, target.dtype)
-    spec = LeafSpec("ndarray", dtype.name, target.shape)
-    sink = numpy_sink(array, dtype.name if stored is None else stored.dtype)
-    memory = (
-        (array.__array_interface__["data"][0], array.strides, array.shape, dtype.name)
-        if in_place and array.size
-        else None
-    )
-    return Destination(spec, (Region(Box.whole(target.shape), sink),), lambda: array, memory=memory)
-
-
-_COMPLEX = frozenset({"complex32", "bcomplex32", "complex64", "complex128"})
-
-
-def numpy_sink(array: np.ndarray[Any, Any], stored: str) -> Sink:
-    """Fills `array`, bit for bit, or by converting from the stored dtype if it has another one.
-
-    Raises TypeError if numpy cannot convert, or only by dropping the imaginary parts.
-    """
-    own = dtypes.dtype_of_numpy(array.dtype)
-    assert own is not None
-    if own.name == stored:
-        view = array.view(dtypes.bits(own.itemsize))
-
-        def put(part: Box, data: np.ndarray[Any, Any]) -> None:
-            np.copyto(view if part.shape == view.shape else view[part.slices()], data)
-    else:
-        dtype = dtypes.numpy_dtype(stored)
-
-        if dtype is None or (stored in _COMPLEX and own.name not in _COMPLEX):  # which would drop the imaginary parts
-            raise TypeError(f"{stored} in the checkpoint cannot be converted to {own.name}")
-
-        def put(part: Box, data: np.ndarray[Any, Any]) -> None:
-            with np.errstate(all="ignore"):  # that values may not fit is what a cast is
-                array[part.slices()] = data.view(dtype).astype(array.dtype)
-
-    return put

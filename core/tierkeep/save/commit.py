@@ -9,16 +9,17 @@ a crash after it a whole checkpoint.
 from __future__ import annotations
 
 import contextlib
+import errno
 import secrets
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..errors import CheckpointExistsError
+from ..errors import CheckpointExistsError, StorageError
 from ..format import orbax_metadata
 from ..format.ocdbt import DataFile, Index
-from ..format.part import PART, WHOLE, encode_part, encode_whole
+from ..format.part import PART, WHOLE, digests, encode_part, encode_whole
 from ..step import doomed, leftover, replaced, temporary
 
 if TYPE_CHECKING:
@@ -28,8 +29,20 @@ if TYPE_CHECKING:
     from ..tiers.local_disk import DirLock, LocalDisk
     from .plan import SavePlan
 
-__all__ = ["DATA", "MANIFEST", "Draft", "commit_part", "commit_whole", "is_checkpoint", "publish", "retire", "sweep"]
+__all__ = [
+    "DATA",
+    "MANIFEST",
+    "Draft",
+    "bring_back",
+    "commit_part",
+    "commit_whole",
+    "is_checkpoint",
+    "publish",
+    "retire",
+    "sweep",
+]
 
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 MANIFEST = "manifest.ocdbt"
 DATA = "d"
 
@@ -75,8 +88,9 @@ class Draft:
     def end(self, disk: LocalDisk) -> None:
         """Lets go of the draft, published or not; what was not is removed, now or by a later `sweep`."""
         try:
-            if disk.exists(self.path):
-                _remove_old(disk, self.path)
+            with contextlib.suppress(OSError):  # the error that led here is the one to raise
+                if disk.exists(self.path):
+                    disk.remove_tree(self.path)
         finally:
             if self.lock is not None:
                 self.lock.close()
@@ -95,8 +109,12 @@ def _own_directory(disk: LocalDisk, final: Path) -> tuple[Path, DirLock | None]:
         disk.make_dir(path)
         try:
             lock = disk.lock(path)
-        except OSError:  # a file system without locks: there, nobody sweeps drafts
-            return path, None
+        except OSError as error:
+            if error.errno in _NO_LOCKS:  # there, nobody sweeps drafts
+                return path, None
+            with contextlib.suppress(OSError):
+                disk.remove_tree(path)
+            raise
         if lock is not None:
             return path, lock  # else it was swept up at once, and another name is tried
 
@@ -113,7 +131,7 @@ def commit_part(
     Returns the part's record. After the call everything below the part's directory is durable.
     """
     path = draft.part_path(rank)
-    _write_index(disk, path, plan, [DataFile("", f"{DATA}/{draft.image}")], draft.begun_ns)
+    index = _write_index(disk, path, plan, [DataFile("", f"{DATA}/{draft.image}")], draft.begun_ns)
     record = encode_part(
         save_id=draft.save_id,
         digest=plan.digest,
@@ -123,6 +141,7 @@ def commit_part(
         image_nbytes=plan.image_nbytes,
         layout=plan.layout,
         crcs=crcs,
+        files=digests(index),
     )
     disk.write_file(path / PART, record)
     disk.sync_dir(path / DATA)
@@ -135,7 +154,7 @@ def commit_whole(disk: LocalDisk, draft: Draft, plan: SavePlan, values: list[Any
     """Writes the merged index, Orbax's files and our record. After the call all of the item is durable, not visible."""
     item = draft.item
     files = [DataFile(f"{part_name(0)}/", f"{DATA}/{draft.image}")]
-    _write_index(disk, item, plan, files, draft.begun_ns)
+    others = _write_index(disk, item, plan, files, draft.begun_ns) | dict(plan.orbax)
     for name, data in plan.orbax:
         path = item / name
         if path.parent != item:
@@ -144,7 +163,8 @@ def commit_whole(disk: LocalDisk, draft: Draft, plan: SavePlan, values: list[Any
         if path.parent != item:
             disk.sync_dir(path.parent)
     if plan.strings:
-        disk.write_file(item / orbax_metadata.STRINGS, orbax_metadata.strings(plan.strings, values))
+        others[orbax_metadata.STRINGS] = orbax_metadata.strings(plan.strings, values)
+        disk.write_file(item / orbax_metadata.STRINGS, others[orbax_metadata.STRINGS])
     record = encode_whole(
         writer=f"tierkeep {__version__}",
         save_id=draft.save_id,
@@ -152,6 +172,7 @@ def commit_whole(disk: LocalDisk, draft: Draft, plan: SavePlan, values: list[Any
         structure=plan.structure,
         values=values,
         parts=[(part_name(rank), part) for rank, part in enumerate(parts)],
+        files=digests(others),
     )
     disk.write_file(item / WHOLE, record)
     disk.sync_dir(item / DATA)
@@ -178,7 +199,7 @@ def publish(disk: LocalDisk, draft: Draft, final: Path, *, metrics: Mapping[str,
         return
     if not disk.rename_new(draft.path, final):
         raise CheckpointExistsError(str(final))
-    disk.sync_dir(final.parent)
+    _sync_visible(disk, final)
 
 
 def is_checkpoint(disk: LocalDisk, path: Path) -> bool:
@@ -196,9 +217,14 @@ def retire(disk: LocalDisk, path: Path) -> None:
 
 
 def _swap(disk: LocalDisk, new: Path, final: Path) -> None:
+    trash = doomed(final)
     if disk.exchange(new, final):
-        disk.sync_dir(final.parent)
-        _remove_old(disk, new)
+        old = new
+        with contextlib.suppress(OSError):  # no draft any more: if the sync fails, a power loss may go back to it
+            disk.rename(new, trash)
+            old = trash
+        _sync_visible(disk, final)
+        _remove_old(disk, old)
         return
     # No atomic exchange on this file system: for the moment between two renames nothing stands at `final`.
     # Its name says that it is to come back if the second does not happen: see `sweep`.
@@ -209,8 +235,18 @@ def _swap(disk: LocalDisk, new: Path, final: Path) -> None:
     except BaseException:
         disk.rename(old, final)
         raise
-    disk.sync_dir(final.parent)
-    _remove_old(disk, old)
+    _sync_visible(disk, final)
+    with contextlib.suppress(OSError):  # half removed, it must not have the name of what is to come back
+        disk.rename(old, trash)
+        _remove_old(disk, trash)
+
+
+def _sync_visible(disk: LocalDisk, final: Path) -> None:
+    try:
+        disk.sync_dir(final.parent)
+    except OSError as error:
+        holds = f"the new checkpoint stands at {final}, whole, but a power loss may undo that; others are untouched"
+        raise StorageError(f"making {final} durable", error, holds) from error
 
 
 def sweep(disk: LocalDisk, directory: Path, *, mine: Callable[[str], bool]) -> None:
@@ -219,33 +255,61 @@ def sweep(disk: LocalDisk, directory: Path, *, mine: Callable[[str], bool]) -> N
     A draft that a living process works on is left alone. A checkpoint that was being replaced, without anything having
     come to its place, comes back. Whatever cannot be removed stays for the next time; nothing visible is touched.
     """
-    try:
-        names = [entry.name for entry in disk.list_dir(directory)]
-    except OSError:
-        return
-    for name in names:
-        found = leftover(name)
-        if found is None or not mine(found[0]):
-            continue
-        final, state = found
+    bring_back(disk, directory, mine=mine)
+    trash: list[Path] = []
+    for name, final, state in _leftovers(disk, directory, mine):
         path = directory / name
         with contextlib.suppress(OSError):
             if state == "old" and not disk.exists(directory / final):
-                disk.rename_new(path, directory / final)
-                disk.sync_dir(directory)
-                continue
+                continue  # it could not be brought back
             lock = None if state == "trash" else disk.lock(path)
             if lock is None and state == "tmp":
                 continue
             try:
                 if state != "trash":  # from here on it is trash to every process
-                    trash = doomed(directory / final)
-                    disk.rename(path, trash)
-                    path = trash
+                    path = doomed(directory / final)
+                    disk.rename(directory / name, path)
             finally:
                 if lock is not None:
                     lock.close()
-            disk.remove_tree(path)
+            trash.append(path)
+    if not trash:
+        return
+    with contextlib.suppress(OSError):
+        # The rename that made it trash may be a dead writer's, and not durable: a power loss must not bring it back
+        # under its own name with half of its files.
+        disk.sync_dir(directory)
+        for path in trash:
+            _remove_old(disk, path)
+
+
+def bring_back(disk: LocalDisk, directory: Path, *, mine: Callable[[str], bool]) -> None:
+    """Makes a checkpoint visible again that a writer, dead by now, had moved aside without putting another in its place.
+
+    That is only ever so where a file system cannot exchange two names. Where it fails nothing is changed.
+    """
+    found = _leftovers(disk, directory, mine)
+    for name, final, state in found:
+        if state != "old" or disk.exists(directory / final):
+            continue
+        with contextlib.suppress(OSError):
+            drafts = [directory / other for other, of, kind in found if (of, kind) == (final, "tmp")]
+            locks = [disk.lock(draft) for draft in drafts]
+            for lock in filter(None, locks):
+                lock.close()
+            if all(locks):  # else a living writer is about to put the new one there
+                disk.rename_new(directory / name, directory / final)
+                disk.sync_dir(directory)
+
+
+def _leftovers(disk: LocalDisk, directory: Path, mine: Callable[[str], bool]) -> list[tuple[str, str, str]]:
+    """(name, what it was made for, its state) of every leftover in a directory; none if it cannot be listed."""
+    try:
+        names = [entry.name for entry in disk.list_dir(directory)]
+    except OSError:
+        return []
+    found = [(name, *parsed) for name in names if (parsed := leftover(name)) is not None]
+    return [each for each in found if mine(each[1])]
 
 
 def _remove_old(disk: LocalDisk, old: Path) -> None:
@@ -254,12 +318,16 @@ def _remove_old(disk: LocalDisk, old: Path) -> None:
         disk.remove_tree(old)
 
 
-def _write_index(disk: LocalDisk, path: Path, plan: SavePlan, files: Sequence[DataFile], now_ns: int) -> None:
+def _write_index(
+    disk: LocalDisk, path: Path, plan: SavePlan, files: Sequence[DataFile], now_ns: int
+) -> dict[str, bytes]:
+    """Its files by name, the manifest as it is called once it is committed."""
     nodes = f"{DATA}/{secrets.token_hex(16)}"
     index: Index = plan.index.render(files, nodes, uuid=secrets.token_bytes(16), commit_ns=now_ns)
     if index.nodes:
         disk.write_file(path / nodes, index.nodes)
     disk.write_file(path / f"{MANIFEST}.tmp", index.manifest)
+    return {MANIFEST: index.manifest} | ({nodes: index.nodes} if index.nodes else {})
 
 
 def _commit_manifest(disk: LocalDisk, path: Path) -> None:

@@ -13,13 +13,13 @@ import fcntl
 import io
 import os
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from ..tiers import local_disk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
     from types import TracebackType
 
 __all__ = ["CAN_FAIL", "SHORT", "Call", "Decide", "FaultyCalls", "from_then_on", "never", "once"]
@@ -167,8 +167,8 @@ class FaultyCalls:
 
         return call
 
-    def _moving(self, name: str, real: Callable[..., int], half: Callable[..., tuple[Any, ...]]) -> Callable[..., int]:
-        def call(fd: int, *args: Any) -> int:
+    def _moving(self, name: str, real: Callable[..., Any], half: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
+        def call(fd: int, *args: Any) -> Any:
             watched = self._fds.get(fd)
             if watched is not None and self.pass_through(name, watched):
                 args = half(*args)
@@ -252,7 +252,7 @@ class _File(io.FileIO):
         return super().readinto(view)
 
     def readall(self) -> bytes:
-        parts = []
+        parts: list[bytes] = []
         while True:
             part = bytearray(1 << 16)
             got = self.readinto(part)

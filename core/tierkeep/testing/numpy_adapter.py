@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..restore.place import allocate_numpy
+from ..restore.arrays import allocate_numpy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -127,7 +127,8 @@ class ImageReader:
             fd = getattr(self, name, -1)
             if fd >= 0:
                 setattr(self, name, -1)
-                os.close(fd)
+                with contextlib.suppress(OSError):  # it is closed all the same, and so is the other one after it
+                    os.close(fd)
 
 
 class DirLock:
@@ -139,7 +140,8 @@ class DirLock:
     def close(self) -> None:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            os.close(fd)
+            with contextlib.suppress(OSError):  # it is closed all the same, and nothing was written through it
+                os.close(fd)
 
 
 class LocalDisk:
@@ -238,6 +240,14 @@ class LocalDisk:
         except (FileNotFoundError, NotADirectoryError):
             return False
         return True
+
+    def identity(self, path: Path) -> tuple[int, int, int] | None:
+        """Tells what stands at a path from what stood there before; None if nothing does."""
+        try:
+            found = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found.st_dev, found.st_ino, found.st_mtime_ns
 
     def is_dir(self, path: Path) -> bool:
         return path.is_dir()
