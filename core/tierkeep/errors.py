@@ -12,6 +12,8 @@
     ├── StorageError (OSError)                    free space, mend permissions, then save again
     └── ClosedError (RuntimeError)                open a new checkpointer
 
+    SkippedStepWarning (UserWarning)              an older step was restored: look at why, or make it an error
+
 Facts are attributes, and every message ends with what still holds.
 """
 

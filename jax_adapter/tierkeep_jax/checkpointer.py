@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from tierkeep import checkpointer as core
+from tierkeep import engine
 from tierkeep.restore.place import NOTHING
 
 from .adapter import JaxAdapter
@@ -13,7 +14,7 @@ from .adapter import JaxAdapter
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tierkeep.checkpointer import SaveReport, VerifyReport
+    from tierkeep.engine import SaveReport, VerifyReport
     from tierkeep.options import RestoreOptions, SaveOptions
     from tierkeep.tiers.retain import Keep
 
@@ -35,7 +36,7 @@ def save(
     """
     if isinstance(tree, str | bytes | os.PathLike) and not isinstance(path, str | bytes | os.PathLike):
         raise TypeError("save takes the path first, as Orbax does: save(path, tree)")
-    return core.save_checkpoint(JaxAdapter(), path, tree, overwrite=overwrite, options=options)
+    return engine.save_checkpoint(JaxAdapter(), path, tree, overwrite=overwrite, options=options)
 
 
 def load(
@@ -63,7 +64,7 @@ def load(
     Raises CheckpointNotFoundError, MismatchError listing every difference, and CorruptCheckpointError listing every
     damaged leaf. `target` is never changed.
     """
-    return core.load_checkpoint(
+    return engine.load_checkpoint(
         JaxAdapter(),
         path,
         NOTHING if target is None else target,
@@ -81,7 +82,7 @@ def verify(path: str | os.PathLike[str], *, options: RestoreOptions | None = Non
     It looks at more than a load does: at padding, and at the files that only stock readers need. Raises
     CorruptCheckpointError listing everything that was found, and CheckpointNotFoundError. Nothing is changed.
     """
-    return core.verify_checkpoint(JaxAdapter(), path, options)
+    return engine.verify_checkpoint(JaxAdapter(), path, options)
 
 
 class Checkpointer(core.Checkpointer):

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from tierkeep import checkpointer as core
+from tierkeep import engine
 from tierkeep.restore.place import NOTHING
 
 from .adapter import TorchAdapter
@@ -13,7 +14,7 @@ from .adapter import TorchAdapter
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tierkeep.checkpointer import SaveReport, VerifyReport
+    from tierkeep.engine import SaveReport, VerifyReport
     from tierkeep.options import RestoreOptions, SaveOptions
     from tierkeep.tiers.retain import Keep
 
@@ -34,7 +35,7 @@ def save(
     """
     if isinstance(state, str | bytes | os.PathLike) and not isinstance(path, str | bytes | os.PathLike):
         raise TypeError("save takes the state first, as torch.save does: save(state, path)")
-    return core.save_checkpoint(TorchAdapter(), path, state, overwrite=overwrite, options=options)
+    return engine.save_checkpoint(TorchAdapter(), path, state, overwrite=overwrite, options=options)
 
 
 def load(
@@ -61,7 +62,7 @@ def load(
     Raises CheckpointNotFoundError, MismatchError listing every difference (the target is untouched), and
     CorruptCheckpointError listing every damaged leaf (the target may be partly filled, with verified bytes only).
     """
-    return core.load_checkpoint(
+    return engine.load_checkpoint(
         TorchAdapter(),
         path,
         NOTHING if into is None else into,
@@ -79,7 +80,7 @@ def verify(path: str | os.PathLike[str], *, options: RestoreOptions | None = Non
     It looks at more than a load does: at padding, and at the files that only stock readers need. Raises
     CorruptCheckpointError listing everything that was found, and CheckpointNotFoundError. Nothing is changed.
     """
-    return core.verify_checkpoint(TorchAdapter(), path, options)
+    return engine.verify_checkpoint(TorchAdapter(), path, options)
 
 
 class Checkpointer(core.Checkpointer):
