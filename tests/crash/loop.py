@@ -244,9 +244,7 @@ def _known(scenario: Scenario, complete: CrashDisk, kill_at: int | None, scratch
 
 def _standing(disk: Path) -> dict[str, bytes | None]:
     """The files below a directory, by path; None for the directories."""
-    return {
-        path.relative_to(disk).as_posix(): None if path.is_dir() else path.read_bytes() for path in disk.rglob("*")
-    }
+    return {path.relative_to(disk).as_posix(): None if path.is_dir() else path.read_bytes() for path in disk.rglob("*")}
 
 
 def _below(contents: Mapping[str, bytes | None], prefix: str) -> Files:
