@@ -133,7 +133,7 @@ class Engine:
             plan = self.plans.plan(snapshot, self.options)
         planned = time.perf_counter()
         with self._storage(f"saving {path}", f"{path} is as it was before; earlier checkpoints are untouched"):
-            if self.disk.exists(path.parent):
+            if step is None and self.disk.exists(path.parent):  # a root's are swept by its Checkpointer
                 sweep(self.disk, path.parent, mine=lambda name: name == path.name)
             if self.disk.exists(path) and not overwrite:
                 raise CheckpointExistsError(str(path))
@@ -184,9 +184,9 @@ class Engine:
                 finally:
                     placement.forget()
 
-        if not self.disk.exists(path):
-            bring_back(self.disk, path.parent, mine=lambda name: name == path.name)
         with self._storage(f"restoring {path}", f"the checkpoint is untouched; {holds}"):
+            if not self.disk.exists(path):
+                bring_back(self.disk, path.parent, mine=lambda name: name == path.name)
             return self._steadily(path, once, holds)
 
     def metadata(self, path: Path) -> Metadata:

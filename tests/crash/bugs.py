@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tierkeep import checkpointer, step
+from tierkeep import checkpointer, engine, step
 from tierkeep.format import orbax_metadata, part
 from tierkeep.restore import read
 from tierkeep.save import commit
@@ -99,8 +99,8 @@ def _published_before_the_record(patch: pytest.MonkeyPatch) -> None:
         commit_really(disk, dataclasses.replace(draft, path=final, item=final / ITEM), *args)
 
     publish_really, commit_really = commit.publish, commit.commit_whole
-    patch.setattr(checkpointer, "publish", publish)
-    patch.setattr(checkpointer, "commit_whole", commit_whole)
+    patch.setattr(engine, "publish", publish)
+    patch.setattr(engine, "commit_whole", commit_whole)
 
 
 def _made_in_place(patch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def _made_in_place(patch: pytest.MonkeyPatch) -> None:
         disk.sync_dir(final.parent)
 
     patch.setattr(commit, "temporary", lambda path: path)
-    patch.setattr(checkpointer, "publish", publish)
+    patch.setattr(engine, "publish", publish)
     patch.setattr(commit.Draft, "end", lambda draft, disk: draft.lock and draft.lock.close())
 
 
@@ -222,7 +222,7 @@ def _seal_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 
 def _nothing_is_swept(patch: pytest.MonkeyPatch) -> None:
-    for module in (checkpointer, commit):
+    for module in (checkpointer, engine, commit):
         patch.setattr(module, "sweep", lambda disk, directory, *, mine: None)
 
 

@@ -255,13 +255,14 @@ def sweep(disk: LocalDisk, directory: Path, *, mine: Callable[[str], bool]) -> N
     A draft that a living process works on is left alone. A checkpoint that was being replaced, without anything having
     come to its place, comes back. Whatever cannot be removed stays for the next time; nothing visible is touched.
     """
-    bring_back(disk, directory, mine=mine)
+    found = _leftovers(disk, directory, mine)
+    _bring_back(disk, directory, found)
     trash: list[Path] = []
-    for name, final, state in _leftovers(disk, directory, mine):
+    for name, final, state in found:
         path = directory / name
         with contextlib.suppress(OSError):
-            if state == "old" and not disk.exists(directory / final):
-                continue  # it could not be brought back
+            if state == "old" and not (disk.exists(path) and disk.exists(directory / final)):
+                continue  # it was brought back, or could not be
             lock = None if state == "trash" else disk.lock(path)
             if lock is None and state == "tmp":
                 continue
@@ -288,7 +289,10 @@ def bring_back(disk: LocalDisk, directory: Path, *, mine: Callable[[str], bool])
 
     That is only ever so where a file system cannot exchange two names. Where it fails nothing is changed.
     """
-    found = _leftovers(disk, directory, mine)
+    _bring_back(disk, directory, _leftovers(disk, directory, mine))
+
+
+def _bring_back(disk: LocalDisk, directory: Path, found: Sequence[tuple[str, str, str]]) -> None:
     for name, final, state in found:
         if state != "old" or disk.exists(directory / final):
             continue
