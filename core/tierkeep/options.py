@@ -22,7 +22,7 @@ class SaveOptions:
     """Bytes between two recorded running checksums of a chunk: the least that a partial read has to verify."""
     declare_crc: bool = True
     """Name the crc32c codec in the zarr metadata, so that stock readers verify too (slower there, same bytes)."""
-    lanes: int = 8
+    lanes: int = 12
     """Threads that copy, checksum and write; each owns one buffer of `lane_nbytes`."""
     lane_nbytes: int = 16 * MIB + 64 * KIB
     """Bytes of one lane's buffer: the memory of a synchronous save is `lanes * lane_nbytes`, whatever the state."""
@@ -50,7 +50,7 @@ class RestoreOptions:
     """A leaf of another shape: an error, or the target's value stays."""
     dtype: Literal["error", "cast"] = "error"
     """A leaf of another dtype: an error, or its values are converted to the target's dtype."""
-    lanes: int = 8
+    lanes: int = 12
     """Threads that read, verify and place; each owns one buffer of `lane_nbytes`."""
     lane_nbytes: int = 16 * MIB + 64 * KIB
     """Bytes of one lane's buffer."""
