@@ -238,7 +238,7 @@ def _known(scenario: Scenario, complete: CrashDisk, kill_at: int | None, scratch
         for name in _visible(scenario, place):
             number = number_of(place / name)
             if number is not None:
-                known[name, number] = _below(tree.contents(), f"{scenario.place}/{name}/")
+                known[name, number] = _below(_standing(scratch / "known"), f"{scenario.place}/{name}/")
     return known
 
 
