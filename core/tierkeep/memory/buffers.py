@@ -43,8 +43,8 @@ class Buffers:
 
 
 def _huge_memory(nbytes: int) -> Bytes:
-    # Private: shared mappings get no huge pages. With them the memory faults in at memory speed (4 KiB pages: 0.4 to
-    # 2.6 GB/s), and the disk takes larger requests: 4.0 GB/s written and 3.2 read against 3.2 and 2.4 with 4 KiB pages.
+    # Private: shared mappings get no huge pages. With them the disk takes larger requests: 4.0 GB/s written and 3.2
+    # read, against 3.2 and 2.4 with 4 KiB pages.
     memory = mmap.mmap(-1, nbytes + _HUGE_NBYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, np.uint8)
