@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-QUESTIONS = ("save", "restore")
+QUESTIONS = ("save", "restore", "stall", "train", "dcp", "orbax")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,13 +19,24 @@ class Contender:
     name: str
     """The row's name in a report."""
     note: str = ""
+    computed_s: float = 0.0
+    """How much of the last `save` was training's own work: what is clocked is the rest."""
 
     def open(self) -> None:
         """Ready to save and load; ImportError when a package is missing."""
 
+    def ready(self, state: State, directory: Path) -> None:
+        """What a training run has done long before it saves. Runs outside the clock, before each `save`."""
+
     def save(self, state: State, directory: Path) -> None:
-        """The state is in `directory` (fresh, or used by this contender before) and on the disk."""
+        """The state is in `directory` (fresh, or used by this contender before) and on the disk.
+
+        Where it is only the blocking part of a save in the background that is measured: the state may be changed.
+        """
         raise NotImplementedError
+
+    def finish(self) -> None:
+        """What the last `save` began is on the disk. Runs outside the clock."""
 
     def load(self, directory: Path, into: Tree) -> Any:
         """What was saved, every byte of it in memory.

@@ -1,4 +1,7 @@
-"""tierkeep itself, held to the same interface as its rivals; nothing is added for durability, which it promises."""
+"""tierkeep itself, held to the same interface as its rivals; nothing is added for durability, which it promises.
+
+Saves wait for the disk here; what training waits for when it does not is `bench.async_ours`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
 
     from bench.state import State, Tree
 
-__all__ = ["Ours", "OursFirst", "OursInto", "OursNew"]
+__all__ = ["PACKAGES", "Ours", "OursFirst", "OursInto", "OursNew"]
 
 PACKAGES = {"torch": "tierkeep_torch", "jax": "tierkeep_jax"}
 
@@ -55,7 +58,7 @@ class Ours(Contender):
 
     def _opened(self, directory: Path) -> Any:
         if self._checkpointer is None:
-            self._checkpointer = self._package.Checkpointer(directory, keep=None)
+            self._checkpointer = self._package.Checkpointer(directory, keep=None, asynchronous=False)
         return self._checkpointer
 
     def _ready(self, tree: Any) -> Any:

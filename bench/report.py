@@ -8,11 +8,18 @@ import statistics
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-__all__ = ["LIMIT", "NEW", "OURS", "Report", "Row", "commit", "load_averages"]
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+__all__ = ["COPY", "LIMIT", "NEW", "NONE", "OURS", "Report", "Row", "commit", "load_averages", "seconds_text"]
 
 OURS = "ours"
 LIMIT = "limit"
+COPY = "copy"  # the floor of what a save blocks: the bare copy of the state
+NONE = "none"  # the floor of a training step: one without checkpoints
+PLANS = ("plan-first", "plan-cached")  # a part of a save, new and known: compared with each other only
 NEW = "-new"  # ends the names of rows that are read into new memory, which are compared with each other
 
 
@@ -23,6 +30,8 @@ class Row:
     name: str
     seconds: tuple[float, ...] = ()
     note: str = ""
+    moved: bool = True
+    """Whether the whole state was moved in that time, so that bytes per second mean something."""
 
     @property
     def median_s(self) -> float | None:
@@ -42,22 +51,19 @@ class Report:
     rows: tuple[Row, ...]
 
     def ratios(self) -> dict[str, float]:
-        """`ours/limit` is a share of the limit's throughput; `<rival>/ours` a quotient of times, 2.0: ours takes half.
+        """`ours/limit` is a share of the limit's throughput; every other ratio a quotient of times.
 
-        Rows named `ours-…` are compared with the limit too; `ours-new` with `limit-new`, and every rival with it.
+        `<rival>/ours` 2.0: ours takes half. The same for each row named `ours-…`, which is also compared with the limit
+        and with `ours` itself. `<row>/copy` and `<row>/none` 1.1: a tenth more than the least that it could take.
         """
         medians = {row.name: row.median_s for row in self.rows if row.median_s is not None}
-        limits = {name for name in medians if name.removesuffix(NEW) == LIMIT}
         ratios = {}
         for name, median_s in medians.items():
             if _is_ours(name):
-                for limit in sorted(limits):
+                for limit in sorted(filter(_is_limit, medians)):
                     if limit == LIMIT or name.endswith(NEW):
                         ratios[f"{name}/{limit}"] = medians[limit] / median_s
-            elif name not in limits:
-                for ours in (OURS, OURS + NEW):
-                    if ours in medians:
-                        ratios[f"{name}/{ours}"] = median_s / medians[ours]
+            ratios |= {f"{name}/{base}": median_s / medians[base] for base in _bases(name, medians)}
         return ratios
 
     def json(self) -> str:
@@ -67,7 +73,7 @@ class Report:
                 "name": row.name,
                 "seconds": list(row.seconds),
                 "median_s": row.median_s,
-                "gbps": None if row.median_s is None else self.nbytes / row.median_s / 1e9,
+                "gbps": self._gbps(row),
                 "note": row.note,
             }
             for row in self.rows
@@ -100,28 +106,20 @@ class Report:
             if row.median_s is None:
                 cells = [row.name, "", "", "", "", row.note]
             else:
-                if _is_ours(row.name):
-                    limits = [
-                        f"{ratios[key]:.0%} of {key.partition('/')[2]}"
-                        for key in ratios
-                        if key.startswith(f"{row.name}/")
-                    ]
-                    against = ", ".join(limits)
-                else:
-                    ratio = ratios.get(f"{row.name}/{OURS}", ratios.get(f"{row.name}/{OURS}{NEW}"))
-                    against = "" if ratio is None else f"{ratio:.2f} times as long"
-                gbps = self.nbytes / row.median_s / 1e9
-                spread = f"{_seconds(min(row.seconds))} to {_seconds(max(row.seconds))}"
+                gbps = self._gbps(row)
                 cells = [
                     row.name,
-                    f"{gbps:.2f}" if gbps >= 0.1 else f"{gbps:.2g}",
-                    _seconds(row.median_s),
-                    spread,
-                    against,
+                    "" if gbps is None else f"{gbps:.2f}" if gbps >= 0.1 else f"{gbps:.2g}",
+                    seconds_text(row.median_s),
+                    f"{seconds_text(min(row.seconds))} to {seconds_text(max(row.seconds))}",
+                    _against(row.name, ratios),
                     row.note,
                 ]
             lines.append("| " + " | ".join(cells) + " |")
         return "\n".join(lines)
+
+    def _gbps(self, row: Row) -> float | None:
+        return self.nbytes / row.median_s / 1e9 if row.moved and row.median_s is not None else None
 
 
 def commit() -> str:
@@ -147,7 +145,44 @@ def _is_ours(name: str) -> bool:
     return name == OURS or name.startswith(f"{OURS}-")
 
 
-def _seconds(seconds: float) -> str:
+def _is_limit(name: str) -> bool:
+    return name.removesuffix(NEW) == LIMIT
+
+
+def _bases(name: str, there: Collection[str]) -> list[str]:
+    """The rows that one is divided by, of those that are there."""
+    if _is_limit(name) or name == NONE:
+        bases = []
+    elif name in PLANS:
+        bases = [other for other in PLANS[1:] if other != name]
+    elif name == COPY:
+        bases = [NONE]
+    elif name == OURS:
+        bases = [COPY, NONE]
+    elif _is_ours(name):
+        bases = [COPY, NONE, OURS]
+    else:
+        bases = [COPY, NONE, *filter(_is_ours, there)]
+    return [base for base in bases if base in there]
+
+
+def _against(name: str, ratios: dict[str, float]) -> str:
+    """The cell that compares a row: a rival with ours, anything else with what it can be at best."""
+    if f"{name}/{NONE}" in ratios:
+        return f"{ratios[f'{name}/{NONE}']:.2f} times {NONE}"
+    for ours in (OURS, OURS + NEW):
+        if not _is_ours(name) and f"{name}/{ours}" in ratios:
+            return f"{ratios[f'{name}/{ours}']:.2f} times as long"
+    found = []
+    for key, ratio in ratios.items():
+        row, _, base = key.partition("/")
+        if row == name:
+            found.append(f"{ratio:.0%} of {base}" if _is_limit(base) else f"{ratio:.2f} times {base}")
+    return ", ".join(found)
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds as a report says them."""
     return f"{seconds:.2f}" if seconds >= 1 else f"{seconds:.3f}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bench.cache import drop
+from bench.killed import OursMemory
 from bench.limit import Limit, LimitNew
 from bench.ours import Ours, OursInto, OursNew
 from bench.report import Report, Row, commit, load_averages
@@ -28,7 +29,7 @@ def main(args: argparse.Namespace) -> Report:
     load = load_averages()
     state = make_state(args.state, args.gb, args.framework)
     into = state.empty_copy()
-    candidates = _candidates(args.framework)
+    candidates = _candidates(args.framework, args.state, args.gb)
     notes: dict[str, str] = {}
     with (
         workplace(args.dir, round(1.1 * len(candidates) * state.nbytes)) as root,
@@ -69,11 +70,14 @@ def _check_whole(contender: Contender, result: object, state: State) -> None:
             raise RuntimeError(f"{contender.name} restored other values of {', '.join(different[:5])}")
 
 
-def _candidates(framework: str) -> list[Contender]:
+def _candidates(framework: str, kind: str, gb: float) -> list[Contender]:
+    # First, because the process that it starts and kills needs memory for a state and two images.
+    memory = OursMemory(framework, kind, gb)
     # A jax array cannot be filled in place: there, restoring always makes new memory.
     if framework == "jax":
-        return [OursNew(framework), Limit(), LimitNew(), Safetensors(framework), Orbax(), OrbaxRaw()]
+        return [memory, OursNew(framework), Limit(), LimitNew(), Safetensors(framework), Orbax(), OrbaxRaw()]
     contenders: list[Contender] = [
+        memory,
         OursInto(framework),
         OursNew(framework),
         Limit(),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.report import Row
+from bench.report import Row, seconds_text
 from bench.state import FRAMEWORKS, STATES
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from bench.contender import Contender
 
-__all__ = ["Field", "add_arguments", "enter", "measure", "say"]
+__all__ = ["Field", "add_arguments", "add_round_arguments", "better", "enter", "measure", "positive", "say"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,15 @@ class Field:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that questions about one process's saves and restores share."""
-    parser.add_argument("--gb", type=_positive(float), default=2.0, help="size of the decoder's state (default 2)")
+    parser.add_argument("--gb", type=positive(float), default=2.0, help="size of the decoder's state (default 2)")
     parser.add_argument("--state", choices=STATES, default="decoder", help="what to save (default decoder)")
     parser.add_argument("--framework", choices=FRAMEWORKS, default="torch", help="whose arrays (default torch)")
-    parser.add_argument("--rounds", type=_positive(int), default=5, help="rounds counted, after one to warm up")
+    add_round_arguments(parser)
+
+
+def add_round_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that all questions share."""
+    parser.add_argument("--rounds", type=positive(int), default=5, help="rounds counted, after one to warm up")
     parser.add_argument("--only", type=lambda text: tuple(text.split(",")), metavar="NAME,NAME", help="these rows only")
     parser.add_argument("--dir", type=Path, help="measure on this directory's disk (default: the current directory)")
 
@@ -71,7 +76,10 @@ def measure(
     clocked: Callable[[Contender], object],
     after: Callable[[Contender, object, bool], None],
 ) -> tuple[Row, ...]:
-    """Time `clocked` for each contender in each round. `after` also hears whether this was the warm-up round."""
+    """Time `clocked` for each contender in each round, less what it says it computed meanwhile.
+
+    `after` also hears whether this was the warm-up round.
+    """
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for number in range(rounds + 1):
         shift = number % len(contenders) if contenders else 0
@@ -80,7 +88,7 @@ def measure(
             gc.collect()
             start_s = time.perf_counter()
             result = clocked(contender)
-            elapsed_s = time.perf_counter() - start_s
+            elapsed_s = time.perf_counter() - start_s - contender.computed_s
             say(f"round {number} of {rounds}: {contender.name} {elapsed_s:.3f} s" + " (warm-up)" * (number == 0))
             after(contender, result, number == 0)
             del result
@@ -89,16 +97,31 @@ def measure(
     return tuple(Row(each.name, tuple(seconds[each.name]), each.note) for each in contenders)
 
 
+def better(rows: tuple[Row, ...], name: str) -> tuple[Row, ...]:
+    """The rows with `name-1`, `name-2` and so on replaced by the best of them, called `name`; its note has the others'."""
+    variants = sorted((row for row in rows if _is_variant(row.name, name)), key=lambda row: row.median_s or 0.0)
+    if not variants:
+        return rows
+    best, *others = variants
+    note = "; ".join([best.note, *(f"{other.note}: {seconds_text(other.median_s or 0.0)} s" for other in others)])
+    merged = Row(name, best.seconds, note)
+    return tuple(merged if row is best else row for row in rows if row is best or row not in variants)
+
+
 def say(line: str) -> None:
     """Progress, apart from the report on standard output."""
     print(line, file=sys.stderr, flush=True)
 
 
 def _matches(candidate: Contender, name: str) -> bool:
-    return candidate.name in (name, f"{name}-1", f"{name}-2")
+    return candidate.name == name or _is_variant(candidate.name, name)
 
 
-def _positive(number: type[int | float]) -> Callable[[str], float]:
+def _is_variant(name: str, of: str) -> bool:
+    return name.startswith(f"{of}-") and name.removeprefix(f"{of}-").isdecimal()
+
+
+def positive(number: type[int | float]) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value = number(text)
         if value <= 0:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from bench.limit import Limit
 from bench.ours import Ours, OursFirst
-from bench.report import Report, Row, commit, load_averages
+from bench.report import Report, commit, load_averages
 from bench.rivals import Dcp, Orbax, OrbaxRaw, Safetensors, TorchSave, TorchSaveNoCrc
-from bench.rounds import add_arguments, enter, measure
+from bench.rounds import add_arguments, better, enter, measure
 from bench.state import make_state
 from bench.workplace import settle, workplace
 
@@ -44,18 +44,7 @@ def main(args: argparse.Namespace) -> Report:
             clocked=lambda contender: contender.save(state, root / contender.name),
             after=clear,
         )
-    return Report("save", state.label, state.nbytes, commit(), load, (*better_dcp(rows), *field.absent))
-
-
-def better_dcp(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """The rows with those of DCP's thread counts replaced by the better one, named `dcp`; its note has the other's."""
-    counts = sorted((row for row in rows if row.name.startswith("dcp-")), key=lambda row: row.median_s or 0.0)
-    if not counts:
-        return rows
-    best, *others = counts
-    note = "; ".join([best.note, *(f"{other.note}: {other.median_s:.2f} s" for other in others)])
-    merged = Row("dcp", best.seconds, note)
-    return tuple(merged if row is best else row for row in rows if row is best or row not in counts)
+    return Report("save", state.label, state.nbytes, commit(), load, (*better(rows, "dcp"), *field.absent))
 
 
 def _candidates(framework: str) -> list[Contender]:

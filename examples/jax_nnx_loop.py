@@ -93,7 +93,7 @@ def train(root: Path | None, losses: Path) -> None:
     }
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(losses.open("a", encoding="utf-8"))
-        checkpointer = None
+        checkpointer = handle = None
         if root is not None:
             checkpointer = stack.enter_context(tierkeep_jax.Checkpointer(root, keep=2))
             if checkpointer.latest_step() is not None:
@@ -105,9 +105,10 @@ def train(root: Path | None, losses: Path) -> None:
             log.write(json.dumps({"step": step, "loss": float(loss).hex()}) + "\n")
             log.flush()
             if checkpointer is not None and step % SAVE_EVERY == 0:
-                _say("saving", step=step)
-                report = checkpointer.save(step, arrays | {"step": step})
-                _say("saved", step=step, seconds=report.seconds["total"])
+                # The last save has ended in the background by now, or the next would wait for it.
+                took = handle.result().seconds if handle else {"total": 0.0, "wait": 0.0}
+                _say("saving", step=step, last_s=took["total"] - took["wait"])
+                handle = checkpointer.save(step, arrays | {"step": step})
     _say("finished", digest=_digest(jax.tree.leaves(arrays["params"])))
 
 
@@ -188,7 +189,7 @@ def run(losses: Path, root: Path | None, doomed: int | None = None, chance: rand
     """One training process: the digest of its parameters, None if it was killed in its save number `doomed`."""
     command = [sys.executable, __file__, "--losses", str(losses)]
     command += [] if root is None else ["--root", str(root)]
-    digest, n_saves, last_s = None, 0, 0.0
+    digest, n_saves, saving, killed = None, 0, 0, False
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -197,21 +198,20 @@ def run(losses: Path, root: Path | None, doomed: int | None = None, chance: rand
                 match said["event"]:
                     case "resumed":
                         print(f"   resumed from step {said['step']}", flush=True)
-                    case "saved":
-                        last_s = said["seconds"]
                     case "finished":
                         digest = str(said["digest"])
                     case "saving":
-                        n_saves += 1
+                        n_saves, saving = n_saves + 1, said["step"]
                         if chance is not None and n_saves == doomed:
-                            time.sleep(chance.uniform(0.0, 0.9 * last_s))
+                            time.sleep(chance.uniform(0.0, 0.9 * said["last_s"]))
                             process.kill()  # SIGKILL cannot be caught, delayed or cleaned up after
-                            print(f"   killed in the save of step {said['step']}", flush=True)
-                            return None
+                            killed = True
         except BaseException:
             process.kill()
             raise
-    if digest is None or process.returncode:
+    if killed and digest is None:
+        print(f"   killed in the save of step {saving}", flush=True)
+    elif digest is None or process.returncode:
         raise ChildProcessError(f"training ended with status {process.returncode}; what it said is above")
     return digest
 

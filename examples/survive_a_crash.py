@@ -1,9 +1,10 @@
 """Train, be killed in the middle of a save, resume, and lose nothing.
 
 `train_bytes.py` runs twice: once in one go without a single checkpoint, and once with a checkpoint every few steps,
-in a process that gets SIGKILL at a random moment during a save, and again, and again; a fresh process resumes each
-time from the newest whole step. Both must find the same losses and end in the same weights, bit for bit. Then stock
-Orbax opens the last checkpoint, and every array it returns is compared with what was saved.
+in a process that gets SIGKILL at a random moment between the beginning of a save and its commit in the background, and
+again, and again; a fresh process resumes each time from the newest step that was staged. Both must find the same losses
+and end in the same weights, bit for bit. Then stock Orbax opens the last checkpoint, and every array it returns is
+compared with what was saved.
 
     python examples/survive_a_crash.py             # what `make demo` runs: a state of 250 MB
     python examples/survive_a_crash.py --tiny      # the same with a small state
@@ -76,9 +77,10 @@ class Run:
 
     losses: list[tuple[int, str]] = field(default_factory=list)  # each step and its loss.hex(), repeated steps too
     weights: str = ""  # digest of the final weights
-    last_step: int = 0  # the newest step known to be whole
+    last_step: int = 0  # the newest step whose save has returned: from then on it outlives the process
     doomed_step: int = 0  # the step in whose save the last kill came; 0 when it came too late
-    save_s: list[float] = field(default_factory=list)
+    staged_s: list[float] = field(default_factory=list)  # how long training stood still for each save
+    save_s: list[float] = field(default_factory=list)  # how long each took until it was on the disk
     n_hits: int = 0  # kills during a save
     n_misses: int = 0  # kills that came when the save was already over
 
@@ -111,6 +113,7 @@ def _follow(
 ) -> None:
     """Listen to one process until it ends; kill it some time after it began its save number `doomed_save`."""
     n_saves, saving, delay_s = 0, 0, None
+    begun: dict[int, float] = {}
     for said in process.events():
         match said["event"]:
             case "resumed":
@@ -118,29 +121,32 @@ def _follow(
             case "trained":
                 run.losses.append((said["step"], said["loss"]))
             case "saving":
-                n_saves, saving = n_saves + 1, said["step"]
+                n_saves, saving, begun[said["step"]] = n_saves + 1, said["step"], time.perf_counter()
                 if n_saves == doomed_save and chance is not None:
-                    delay_s = chance.uniform(0.0, 0.9 * run.save_s[-1])
+                    delay_s = chance.uniform(0.0, 0.9 * min(run.save_s, default=0.0))
                     time.sleep(delay_s)
                     process.kill()
-            case "saved":
-                saving, run.last_step = 0, said["step"]
-                run.save_s.append(said["seconds"])
+            case "staged":
+                run.last_step = said["step"]
+                run.staged_s.append(said["seconds"])
+            case "committed":
+                saving = 0 if said["step"] == saving else saving
+                run.save_s.append(time.perf_counter() - begun[said["step"]])
             case "finished":
                 run.weights = said["weights"]
     if delay_s is not None:
         run.doomed_step = saving
         run.n_hits, run.n_misses = run.n_hits + bool(saving), run.n_misses + (not saving)
         where = f"{delay_s * 1e3:.0f} ms into the save of step {saving}" if saving else "just after a save had ended"
-        print(f"   killed {where}; step {run.last_step} was the last one saved", flush=True)
+        print(f"   killed {where}; step {run.last_step} was the last one staged", flush=True)
 
 
 def _check_resumed(step: int, run: Run) -> None:
-    """The newest whole step is the last one whose save returned, or the one whose save the kill came too late for."""
+    """Training goes on from the last step whose save returned, or from the next if that was staged just before the kill."""
     if step not in (run.last_step, run.doomed_step):
         raise AssertionError(f"the save of step {run.last_step} returned, but training resumed from step {step}")
     run.last_step = step
-    how = " (the kill came after its commit)" if step == run.doomed_step else ""
+    how = ", whose save outlived the kill" if step == run.doomed_step else ""
     print(f"   resumed from step {step}{how}", flush=True)
 
 
@@ -260,7 +266,7 @@ def print_table(run: Run, speeds: Speeds, *, n_losses: int, n_repeated: int, n_a
         ("raw disk", speeds.remarks),
         (
             "training stood still",
-            f"{statistics.median(run.save_s) * 1e3:.0f} ms a save, the median of {len(run.save_s)}",
+            f"{statistics.median(run.staged_s) * 1e3:.0f} ms a save, the median of {len(run.staged_s)}",
         ),
     )
     print()
@@ -332,7 +338,11 @@ def _workplace(parent: Path, *, keep: bool) -> Iterator[Path]:
         if keep:
             print(f"kept: {directory}")
         else:
-            shutil.rmtree(directory)
+            # What saves in the background for a training that was killed just now is still at work in it.
+            deadline = time.monotonic() + SILENCE_DEADLINE_S
+            while directory.exists() and time.monotonic() < deadline:
+                shutil.rmtree(directory, ignore_errors=True)
+                time.sleep(0.1)
 
 
 if __name__ == "__main__":

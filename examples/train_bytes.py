@@ -27,6 +27,8 @@ import tierkeep_torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tierkeep.events import Event
+
 __all__ = ["main"]
 
 THREADS = 2
@@ -76,10 +78,12 @@ def train(size: Size, root: Path | None) -> None:
         checkpointer = None
         if root is not None:
             checkpointer = stack.enter_context(tierkeep_torch.Checkpointer(root, keep=2))
+            checkpointer.events.subscribe(_say_committed)
             if checkpointer.latest_step() is not None:
                 state = checkpointer.restore(into=state)
                 torch.set_rng_state(state["rng"])
                 _say("resumed", step=state["step"])
+            checkpointer.prepare(state)  # its memory and its background process come while the first steps run
 
         for step in range(state["step"] + 1, size.steps + 1):
             # The batch and the dropout both come from torch's generator, so its state is part of the checkpoint.
@@ -94,7 +98,7 @@ def train(size: Size, root: Path | None) -> None:
                 _say("saving", step=step)
                 began = time.perf_counter()
                 checkpointer.save(step, state)
-                _say("saved", step=step, seconds=time.perf_counter() - began)
+                _say("staged", step=step, seconds=time.perf_counter() - began)
 
     weights = hashlib.sha256()
     for parameter in model.parameters():
@@ -140,9 +144,16 @@ def _batch(text: torch.Tensor, size: Size) -> tuple[torch.Tensor, torch.Tensor]:
     return window[:, :-1], window[:, 3:]
 
 
+def _say_committed(event: Event) -> None:
+    """Called in the thread that hears of it, while training goes on."""
+    if event.what == "committed":
+        _say("committed", step=event.step)
+
+
 def _say(event: str, **facts: object) -> None:
     """One line of JSON. Whoever reads it may be gone: then the broken pipe ends this process too."""
-    print(json.dumps({"event": event, **facts}), flush=True)
+    sys.stdout.write(json.dumps({"event": event, **facts}) + "\n")  # in one piece: it is called from two threads
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

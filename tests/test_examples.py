@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,16 +18,8 @@ DEADLINE_S = 240.0
 
 
 def test_training_killed_in_a_save_resumes_and_loses_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "examples/survive_a_crash.py", "--tiny", "--kills", "1", "--seed", "4"]
-    done = subprocess.run(
-        [*command, "--dir", str(tmp_path)],
-        cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(str(REPOSITORY / root) for root in ROOTS)},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    command = ["examples/survive_a_crash.py", "--tiny", "--kills", "1", "--seed", "4"]
+    done = _run(*command, "--dir", str(tmp_path))
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "12 steps" in done.stdout
@@ -35,8 +28,41 @@ def test_training_killed_in_a_save_resumes_and_loses_nothing(tmp_path: Path) -> 
 
 
 def test_the_jax_loop_killed_in_a_save_resumes_and_torch_opens_its_parameters(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "examples/jax_nnx_loop.py", "--seed", "4", "--dir", str(tmp_path)],
+    done = _run("examples/jax_nnx_loop.py", "--seed", "4", "--dir", str(tmp_path))
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "killed in the save of step" in done.stdout
+    assert "with equal losses; equal parameters" in done.stdout
+    assert "5 tensors equal in torch" in done.stdout
+    assert not list(tmp_path.iterdir()), "the demo leaves nothing behind"
+
+
+def test_training_killed_after_a_deferred_save_resumes_from_the_step_that_only_memory_had(tmp_path: Path) -> None:
+    command = ["examples/deferred.py", "--width", "32", "--root", str(tmp_path / "run")]
+
+    first = _run(*command, "--die-after", "7")
+    second = _run(*command)
+
+    assert first.returncode == -signal.SIGKILL, first.stdout + first.stderr
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "resumed from step 7" in second.stdout
+    assert "trained steps 8 to 19" in second.stdout
+    assert "on the disk: steps 15, 19" in second.stdout
+
+
+def test_the_progress_bar_shows_every_save_reach_the_disk(tmp_path: Path) -> None:
+    done = _run("examples/progress_bar.py", "--mb", "1", "--limit-mb", "0", "--dir", str(tmp_path))
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split()[:2] for line in done.stdout.splitlines()] == [["step", f"{step}"] for step in (1, 2, 3)]
+    assert done.stdout.count("on the disk") == 3
+    assert not list(tmp_path.iterdir()), "the example leaves nothing behind"
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    """A script of this repository, run to its end."""
+    return subprocess.run(
+        [sys.executable, *command],
         cwd=REPOSITORY,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(str(REPOSITORY / root) for root in ROOTS)},
         capture_output=True,
@@ -44,12 +70,6 @@ def test_the_jax_loop_killed_in_a_save_resumes_and_torch_opens_its_parameters(tm
         timeout=DEADLINE_S,
         check=False,
     )
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "killed in the save of step" in done.stdout
-    assert "with equal losses; equal parameters" in done.stdout
-    assert "5 tensors equal in torch" in done.stdout
-    assert not list(tmp_path.iterdir()), "the demo leaves nothing behind"
 
 
 @pytest.mark.parametrize(

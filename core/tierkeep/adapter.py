@@ -16,6 +16,7 @@ from .tree import Node, Tree, Value, container, decode_key, encode_value, join
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
 __all__ = ["Adapter", "Branch", "Destination", "Region", "Sink", "Snapshot", "Stateful", "children_of", "flatten"]
 
@@ -110,6 +111,15 @@ class Adapter(Protocol):
     def destination(self, target: Any, stored: LeafSpec) -> Destination | None:
         """`target` as something to restore into; None if it is not an array. Casts if its dtype is not the stored one's."""
 
+    def copies(self) -> Callable[[], AbstractContextManager[object]]:
+        """What is entered around a run of `Shard.copy`s by the thread that makes them, perhaps after this call's return.
+
+        Called where the state is as it is to be saved. When the context is left, the copies are complete.
+        """
+
+    def pin(self, memory: np.ndarray[Any, Any]) -> Callable[[], object] | None:
+        """Makes memory that is copied into again and again fast for the framework's devices; returns what undoes it."""
+
 
 @dataclass(slots=True)
 class Snapshot:
@@ -119,6 +129,10 @@ class Snapshot:
     leaves: list[Leaf] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     """Plain values as JSON."""
+
+    def without_leaves(self) -> Snapshot:
+        """The same without a reference to the state's memory."""
+        return Snapshot(self.tree, [], self.values)
 
 
 def flatten(state: Any, adapter: Adapter, *, pickle_rest: bool) -> Snapshot:

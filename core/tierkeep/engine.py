@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from msgspec import structs
+
 from .adapter import Adapter, flatten
-from .errors import (
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    StorageError,
-    TierkeepError,
-)
+from .errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, TierkeepError
+from .handle import SaveReport
 from .memory.buffers import Buffers
 from .memory.collector import collector_paused
 from .options import RestoreOptions, SaveOptions
 from .restore.locate import open_source
 from .restore.place import NOTHING, Placement, place
 from .restore.verify import VerifyReport, verify_source
-from .save.commit import Draft, bring_back, commit_part, commit_whole, publish, sweep
+from .save.background import Captured
+from .save.commit import bring_back, sweep
 from .save.plan import PlanCache
+from .save.store import store
 from .save.write import write_image
-from .step import ITEM, resolve
+from .step import resolve
 from .tiers.local_disk import LocalDisk
 
 if TYPE_CHECKING:
@@ -34,6 +32,8 @@ if TYPE_CHECKING:
 
     from .format.part import LeafRecord
     from .restore.source import Source
+    from .save.commit import Draft
+    from .save.recycle import Recycler
 
 __all__ = [
     "Engine",
@@ -48,22 +48,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-# What syncing the directory above a root may say: it is another user's, or of a file system that does not sync.
-_NOT_OURS = frozenset({errno.EACCES, errno.EPERM, errno.EINVAL, errno.EROFS})
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SaveReport:
-    """What a save did."""
-
-    path: str
-    step: int | None
-    nbytes: int
-    """Bytes of the leaves, tied ones once."""
-    image_nbytes: int
-    """Bytes of the image: the leaves, their checksums and padding."""
-    seconds: Mapping[str, float]
-    """Time of each stage: `plan`, `write` (copy, checksum, write and sync, overlapped), `commit`; and `total`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,7 +94,7 @@ class Engine:
         self.options = options or SaveOptions()
         self.disk = disk or LocalDisk()
         self.plans = PlanCache()
-        self._buffers = Buffers(self.options.lanes, self.options.lane_nbytes)
+        self.buffers = Buffers(self.options.lanes, self.options.lane_nbytes)
         self._durable: set[Path] = set()
 
     def save(
@@ -121,6 +105,7 @@ class Engine:
         step: int | None = None,
         overwrite: bool = False,
         metrics: Mapping[str, Any] | None = None,
+        recycler: Recycler | None = None,
     ) -> SaveReport:
         """Saves `state` at `path` (as the item itself, or with `step` as a step of one item).
 
@@ -128,31 +113,51 @@ class Engine:
         is removed, and what stood at `path` is as it was.
         """
         began = time.perf_counter()
-        with collector_paused():
-            snapshot = flatten(state, self.adapter, pickle_rest=self.options.pickle)
-            plan = self.plans.plan(snapshot, self.options)
+        captured = self.capture(state)
+        snapshot, plan = captured.snapshot, captured.plan
         planned = time.perf_counter()
         with self._storage(f"saving {path}", f"{path} is as it was before; earlier checkpoints are untouched"):
             if step is None and self.disk.exists(path.parent):  # a root's are swept by its Checkpointer
                 sweep(self.disk, path.parent, mine=lambda name: name == path.name)
-            if self.disk.exists(path) and not overwrite:
-                raise CheckpointExistsError(str(path))
-            _make_parents(self.disk, path.parent, self._durable)
-            with _draft(self.disk, path, None if step is None else ITEM) as draft:
-                crcs: list[list[int]] = []
-                if plan.image_nbytes:
-                    with self._buffers.lock:
-                        image = draft.image_path(0)
-                        crcs = write_image(self.disk, image, plan, snapshot.leaves, self._buffers, self.options)
-                written = time.perf_counter()
-                part = commit_part(self.disk, draft, plan, crcs, rank=0, world=1)
-                commit_whole(self.disk, draft, plan, snapshot.values, [part])
-                if step is not None:
-                    metrics = metrics or {}
-                publish(self.disk, draft, path, metrics=metrics, overwrite=overwrite)
+
+            def write(draft: Draft) -> list[list[int]]:
+                image = draft.image_path(0)
+                recycled = recycler is not None and recycler.reuse(image)
+                with self.buffers.lock:
+                    return write_image(
+                        self.disk, image, plan, snapshot.leaves, self.buffers, self.options, recycled=recycled
+                    )
+
+            written = store(
+                self.disk,
+                path,
+                plan,
+                snapshot.values,
+                write,
+                step=step is not None,
+                overwrite=overwrite,
+                metrics=metrics,
+                durable=self._durable,
+                recycler=recycler,
+            )
         done = time.perf_counter()
         seconds = {"plan": planned - began, "write": written - planned, "commit": done - written, "total": done - began}
         return SaveReport(str(path), step, plan.nbytes, plan.image_nbytes, seconds)
+
+    def capture(self, state: Any, *, rank: int = 0, world: int = 1) -> Captured:
+        """What `state` is, and where its bytes are, without copying any.
+
+        As one rank of several: leaves that are no rank's in particular (they have no `boxes`) are rank 0's to store.
+        """
+        began = time.perf_counter()
+        with collector_paused():
+            snapshot = flatten(state, self.adapter, pickle_rest=self.options.pickle)
+            if rank:
+                snapshot.leaves = [
+                    leaf if leaf.boxes is not None else structs.replace(leaf, shards=()) for leaf in snapshot.leaves
+                ]
+            plan = self.plans.plan(snapshot, self.options, partial=world > 1)
+        return Captured(snapshot, plan, time.perf_counter() - began)
 
     def restore(
         self,
@@ -238,14 +243,14 @@ class Engine:
                     raise CheckpointNotFoundError(str(path), "what was removed while it was read", holds) from error
 
     def close(self) -> None:
-        self._buffers.close()
+        self.buffers.close()
 
     @contextlib.contextmanager
     def _lanes(self, options: RestoreOptions) -> Iterator[Buffers]:
         """The engine's own warm buffers if they are what `options` asks for, others for this call if not."""
-        if (options.lanes, options.lane_nbytes) == (self._buffers.count, self._buffers.nbytes):
-            with self._buffers.lock:
-                yield self._buffers
+        if (options.lanes, options.lane_nbytes) == (self.buffers.count, self.buffers.nbytes):
+            with self.buffers.lock:
+                yield self.buffers
         else:
             buffers = Buffers(options.lanes, options.lane_nbytes)
             try:
@@ -314,36 +319,3 @@ def _restore_plan(source: Source, placement: Placement, options: RestoreOptions)
         structure=tuple(placement.structure),
         tied=tuple((leaf.name, leaves[leaf.tie].name) for leaf in leaves if leaf.tie is not None),
     )
-
-
-@contextlib.contextmanager
-def _draft(disk: LocalDisk, final: Path, item: str | None) -> Iterator[Draft]:
-    """A draft of `final`, beside it; removed if it is not published."""
-    draft = Draft.start(disk, final, item, rank=0)
-    try:
-        yield draft
-    finally:
-        draft.end(disk)
-
-
-def _make_parents(disk: LocalDisk, path: Path, durable: set[Path]) -> None:
-    """Makes the missing directories of `path`, each durable in its parent, and adds it to those known to be `durable`.
-
-    One that is there already is made durable too: whoever made it may have died before that.
-    """
-    missing = []
-    known = path
-    while not disk.exists(known):
-        missing.append(known)
-        known = known.parent
-    if known not in durable:
-        try:
-            disk.sync_dir(known.parent)
-        except OSError as error:
-            if error.errno not in _NOT_OURS:
-                raise
-    for each in reversed(missing):
-        with contextlib.suppress(FileExistsError):
-            disk.make_dir(each)
-        disk.sync_dir(each.parent)
-    durable.add(path)

@@ -3,13 +3,18 @@
     TierkeepError
     ├── InvalidStateError (ValueError)            change the state, nothing was written
     │   ├── UnsupportedLeafError (TypeError)
-    │   └── NameCollisionError
+    │   ├── NameCollisionError
+    │   └── ChangedLeafError                      let a deferred save be staged before the state is changed
     ├── CheckpointExistsError (FileExistsError)   choose another step or path, or overwrite
     ├── CheckpointNotFoundError (FileNotFoundError)
     ├── MismatchError (ValueError)                change the target, or name a relaxation
     ├── CorruptCheckpointError (ValueError)       restore another copy or an older step
     ├── UnsupportedFormatError (ValueError)       use another version of tierkeep
     ├── StorageError (OSError)                    free space, mend permissions, then save again
+    ├── SaveCancelledError (RuntimeError)         somebody asked for it
+    ├── WorkerError (RuntimeError)                save again, or save synchronously
+    ├── PeerError (RuntimeError)                  look at the process that is named, then save again
+    ├── BusyError (RuntimeError)                  end the other process, or save synchronously
     └── ClosedError (RuntimeError)                open a new checkpointer
 
     SkippedStepWarning (UserWarning)              an older step was restored: look at why, or make it an error
@@ -25,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
+    "BusyError",
+    "ChangedLeafError",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
     "ClosedError",
@@ -32,11 +39,14 @@ __all__ = [
     "InvalidStateError",
     "MismatchError",
     "NameCollisionError",
+    "PeerError",
+    "SaveCancelledError",
     "SkippedStepWarning",
     "StorageError",
     "TierkeepError",
     "UnsupportedFormatError",
     "UnsupportedLeafError",
+    "WorkerError",
 ]
 
 _LISTED = 20  # findings named in a message; the attributes hold them all
@@ -76,6 +86,21 @@ class NameCollisionError(InvalidStateError):
         self.name = name
         self.first = first
         self.second = second
+
+
+class ChangedLeafError(InvalidStateError):
+    """Leaves were changed or given away while a deferred save copied them. Nothing of the save is kept."""
+
+    def __init__(self, step: int, findings: Sequence[str]) -> None:
+        listed = list(findings[:_LISTED])
+        if len(findings) > _LISTED:
+            listed.append(f"… and {len(findings) - _LISTED} more")
+        super().__init__(
+            f"step {step} is not saved, because the state was changed before it was copied: {'; '.join(listed)}. "
+            "Wait for the handle's wait_staged() before such a change. Earlier checkpoints are untouched."
+        )
+        self.step = step
+        self.findings = tuple(findings)
 
 
 class CheckpointExistsError(TierkeepError, FileExistsError):
@@ -163,6 +188,30 @@ class StorageError(TierkeepError, OSError):
         super().__init__(error.errno, f"{action}: {error.strerror or error}; {holds}", error.filename)
         self.action = action
         self.holds = holds
+
+
+class SaveCancelledError(TierkeepError, RuntimeError):
+    """A save was cancelled before it was visible. Nothing of it is left."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"the save of step {step} was cancelled; earlier checkpoints are untouched.")
+        self.step = step
+
+
+class WorkerError(TierkeepError, RuntimeError):
+    """The process that saves in the background failed."""
+
+    def __init__(self, what: str, holds: str) -> None:
+        super().__init__(f"{what}; {holds}.")
+        self.holds = holds
+
+
+class PeerError(TierkeepError, RuntimeError):
+    """Another one of the processes that save together failed, or was not heard of in time. Nothing was committed."""
+
+
+class BusyError(TierkeepError, RuntimeError):
+    """Another checkpointer saves into this root in the background, or this call is made inside another one."""
 
 
 class ClosedError(TierkeepError, RuntimeError):

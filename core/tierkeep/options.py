@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["KIB", "MIB", "PAGE", "RestoreOptions", "SaveOptions"]
+__all__ = ["KIB", "MIB", "PAGE", "MemoryOptions", "RestoreOptions", "SaveOptions"]
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -36,6 +36,34 @@ class SaveOptions:
         _at_least("block_nbytes", self.block_nbytes, PAGE)
         _at_least("lanes", self.lanes, 1)
         _check_lane(self.lane_nbytes, self.block_nbytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryOptions:
+    """The images of saves in the background, and the process that writes them."""
+
+    in_flight: int = 1
+    """Saves that may be under way at once. There is one image more, which holds the newest step."""
+    when_full: Literal["wait", "skip"] = "wait"
+    """When as many are under way: the next save waits for one to end, or is skipped and says so."""
+    directory: str = "/dev/shm"
+    """A tmpfs. Where it has no room for the images they are memory without a name: no later process finds that, so every
+    step is written to the disk."""
+    budget_nbytes: int | None = None
+    """The most that all images together may take; None: what the host has free."""
+    write_bytes_per_s: float | None = None
+    """The most the background writes to the disk; None: what the disk takes."""
+    nice: int = 10
+    """Added to the niceness of the background process; its disk requests come after others'. 0 leaves both alone."""
+
+    def __post_init__(self) -> None:
+        _at_least("in_flight", self.in_flight, 1)
+        _one_of("when_full", self.when_full, ("wait", "skip"))
+        if self.budget_nbytes is not None:
+            _at_least("budget_nbytes", self.budget_nbytes, 1)
+        if self.write_bytes_per_s is not None and not self.write_bytes_per_s > 0:
+            raise ValueError(f"write_bytes_per_s must be more than 0, not {self.write_bytes_per_s!r}")
+        _at_least("nice", self.nice, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

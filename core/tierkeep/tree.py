@@ -200,7 +200,11 @@ def _text(value: Any) -> str:
 _TAGGED: tuple[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
     ("bytes", bytes, lambda v: base64.b64encode(v).decode(), base64.b64decode),
     ("bytearray", bytearray, lambda v: base64.b64encode(v).decode(), lambda v: bytearray(base64.b64decode(v))),
+    ("none", type(None), lambda v: v, lambda _: None),
+    ("bool", bool, bool, bool),
     ("int", int, str, int),
+    ("float", float, float.hex, float.fromhex),
+    ("complex", complex, lambda v: [v.real.hex(), v.imag.hex()], lambda v: complex(*map(float.fromhex, v))),
     ("range", range, lambda v: [str(v.start), str(v.stop), str(v.step)], lambda v: range(*map(int, v))),
     ("datetime", datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
     ("date", datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),

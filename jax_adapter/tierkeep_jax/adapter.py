@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,7 +14,10 @@ from tierkeep.tree import Node, Value, encode_key, is_own_container
 from . import place, stage
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    import numpy as np
 
     from tierkeep.leaf import Leaf, LeafSpec
 
@@ -21,14 +25,18 @@ __all__ = ["JaxAdapter"]
 
 
 class JaxAdapter:
-    """The adapter of `tierkeep_jax`. Holds no state."""
+    """The adapter of `tierkeep_jax`, of one process or as one rank of several that save together."""
 
     name = "jax"
     in_place = False
 
+    def __init__(self, rank: int = 0, world: int = 1) -> None:
+        self._rank = rank
+        self._world = world
+
     def expand(self, value: Any) -> Leaf | Branch | Stateful | Value | None:
         if isinstance(value, jax.Array):
-            return stage.leaf(value)
+            return stage.leaf(value, rank=self._rank, world=self._world)
         if is_own_container(value):
             return None
         if isinstance(value, jax.ShapeDtypeStruct):
@@ -53,6 +61,12 @@ class JaxAdapter:
     def destination(self, target: Any, stored: LeafSpec) -> Destination | None:
         if isinstance(target, jax.Array | jax.ShapeDtypeStruct):
             return place.destination(target, stored)
+        return None
+
+    def copies(self) -> Callable[[], AbstractContextManager[object]]:
+        return contextlib.nullcontext
+
+    def pin(self, memory: np.ndarray[Any, Any]) -> Callable[[], object] | None:
         return None
 
 

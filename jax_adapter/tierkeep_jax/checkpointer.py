@@ -12,10 +12,10 @@ from tierkeep.restore.place import NOTHING
 from .adapter import JaxAdapter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from tierkeep.engine import SaveReport, VerifyReport
-    from tierkeep.options import RestoreOptions, SaveOptions
+    from tierkeep.options import MemoryOptions, RestoreOptions, SaveOptions
     from tierkeep.tiers.retain import Keep
 
 __all__ = ["Checkpointer", "load", "save", "verify"]
@@ -86,22 +86,33 @@ def verify(path: str | os.PathLike[str], *, options: RestoreOptions | None = Non
 
 
 class Checkpointer(core.Checkpointer):
-    """The steps of one JAX run. See `tierkeep.checkpointer.Checkpointer` for what holds.
+    """The steps of one JAX run. See `tierkeep.checkpointer.Checkpointer` for `save` and what holds.
 
-    `root` is created by the first save; `keep` is how many of the newest steps stay, or a `Keep`
-    that names them otherwise (None: all). After a save has left the rest durable, what it does not name is removed.
+    `root` is created by the first save; `keep` is how many of the newest steps stay, or a `Keep` that names them
+    otherwise (None: all). After a save has left the rest durable, what it does not name is removed. Saves go on in the
+    background unless `asynchronous` is False; steps that `disk_every` does not divide stay in this host's memory, which
+    `memory` has the settings of.
     """
 
     def __init__(
-        self, root: str | os.PathLike[str], *, keep: int | Keep | None = None, options: SaveOptions | None = None
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep: int | Keep | None = None,
+        options: SaveOptions | None = None,
+        memory: MemoryOptions | None = None,
+        asynchronous: bool = True,
+        disk_every: int = 1,
     ) -> None:
-        super().__init__(JaxAdapter(), root, keep=keep, options=options)
-
-    def save(
-        self, step: int, state: Any, *, overwrite: bool = False, metrics: Mapping[str, Any] | None = None
-    ) -> SaveReport:
-        """Saves the tree `state` as `step`, as `save` does. After the call the step is visible and durable, whole."""
-        return super().save(step, state, overwrite=overwrite, metrics=metrics)
+        super().__init__(
+            JaxAdapter(),
+            root,
+            keep=keep,
+            options=options,
+            memory=memory,
+            asynchronous=asynchronous,
+            disk_every=disk_every,
+        )
 
     def restore(
         self,

@@ -1,4 +1,4 @@
-"""Arrays as places to restore into: host memory for each distinct shard, then onto the devices."""
+"""Arrays as places to restore into: host memory for each distinct shard of this process, then onto its devices."""
 
 from __future__ import annotations
 
@@ -52,9 +52,14 @@ def allocate(spec: LeafSpec, device: Any) -> Destination:
     return _sharded(spec, spec, sharding, _wrapper(spec.ext))
 
 
-def destination(target: jax.Array | jax.ShapeDtypeStruct, stored: LeafSpec) -> Destination:
-    """An array of the target's shape, dtype and sharding. Raises TypeError for what the target cannot hold."""
-    wrap = _wrapper(None)
+def destination(
+    target: jax.Array | jax.ShapeDtypeStruct, stored: LeafSpec, *, keys_as_saved: bool = False
+) -> Destination:
+    """An array of the target's shape, dtype and sharding. Raises TypeError for what the target cannot hold.
+
+    With `keys_as_saved` a target for the data of a random key becomes the key, if one was saved.
+    """
+    wrap = _wrapper(stored.ext if keys_as_saved else None)
     shaped: Any = target
     if is_key(target):
         wanted = _impl_of(target)
@@ -68,8 +73,6 @@ def destination(target: jax.Array | jax.ShapeDtypeStruct, stored: LeafSpec) -> D
     sharding = getattr(target, "sharding", None)
     if sharding is None:
         sharding = _default()
-    if not sharding.is_fully_addressable:
-        raise TypeError("the target spans devices of other processes: this release restores in one process")
     return _sharded(LeafSpec("array", dtype.name, tuple(shaped.shape)), stored, sharding, wrap)
 
 
@@ -86,7 +89,9 @@ def _sharded(
     def finish() -> jax.Array:
         arrays = [jax.device_put(memory[box], device) for device, box in boxes.items()]
         memory.clear()
-        return wrap(jax.make_array_from_single_device_arrays(spec.shape, sharding, arrays))
+        # Without an array of its own, as on devices of other processes alone, jax has to be told the dtype.
+        told = {} if arrays else {"dtype": dtype}
+        return wrap(jax.make_array_from_single_device_arrays(spec.shape, sharding, arrays, **told))
 
     return Destination(spec, regions, finish)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,21 +13,46 @@ from tierkeep.format import dtypes
 from tierkeep.format.orbax_metadata import PRNG
 from tierkeep.leaf import ArrayShard, Box, Leaf
 
-__all__ = ["box_of", "is_key", "leaf"]
+from . import shardings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tierkeep.leaf import Shard
+
+__all__ = ["DeviceShard", "box_of", "is_key", "leaf"]
 
 
-def leaf(array: jax.Array) -> Leaf:
+@dataclass(frozen=True, slots=True)
+class DeviceShard:
+    """A shard in an accelerator's memory, fetched when it is copied."""
+
+    box: Box
+    data: jax.Array
+    replica: int = 0
+
+    def copy(self, part: Box, out: np.ndarray[Any, Any]) -> None:
+        held = np.asarray(self.data)
+        np.copyto(out, held.view(out.dtype).reshape(self.box.shape)[part.slices()])
+
+
+def leaf(array: jax.Array, *, rank: int = 0, world: int = 1) -> Leaf:
     """An array, or the data of a random key, as a leaf. Raises TypeError with the reason if its bits cannot be kept.
 
-    On a CPU backend nothing is copied: the shards are views that keep the (immutable) buffers alive. Elsewhere each
-    shard is copied to the host here.
+    As one rank of several: of an array that spans processes this one's shards, each of them one rank's to store; an array
+    of this process alone is rank 0's to store.
+
+    On a CPU backend nothing is copied: the shards are views that keep the (immutable) buffers alive, so that jax copies
+    an array that is donated meanwhile. Elsewhere the copies to the host are begun here, and the leaf tells if its array
+    was donated before they were made.
     """
     if isinstance(array, jax.core.Tracer):
         raise TypeError("a traced array has no data: save outside of jit, grad and the like")
     if array.is_deleted():
         raise TypeError("the array was deleted or donated: save it before it is given away")
-    if not array.is_fully_addressable:
-        raise TypeError("the array spans devices of other processes: this release saves from one process")
+    kind = _kind(array.sharding)
+    if kind.spans and world == 1:
+        raise TypeError("the array spans devices of other processes: save it from all of them at once")
     ext = None
     if is_key(array):
         ext = PRNG + str(jax.random.key_impl(array))
@@ -34,68 +60,77 @@ def leaf(array: jax.Array) -> Leaf:
     dtype = dtypes.dtype_of_numpy(array.dtype)
     if dtype is None:
         raise TypeError(f"an array of dtype {array.dtype} cannot be kept exactly")
-    sharding = array.sharding
-    if len(sharding.device_set) == 1:
+    if kind.whole_on_host:
         data = np.asarray(array)
         bits = data.view(dtypes.bits(dtype.itemsize))
-        tie = (data.__array_interface__["data"][0], dtype.name, data.shape) if data.size else None
-        whole = ArrayShard(Box.whole(data.shape), bits)
-        return Leaf("array", dtype.name, data.shape, (whole,), tie, ext, _orbax(sharding))
-    shards = tuple(
+        tie = (array.unsafe_buffer_pointer(), dtype.name, data.shape) if data.size else None
+        return Leaf("array", dtype.name, data.shape, (ArrayShard(_whole(data.shape), bits),), tie, ext, kind.encoded)
+    if ext is not None:
+        kind = _kind(array.sharding)  # of the data, which has an axis more
+    boxes = None if world == 1 else _boxes(array.sharding, array.shape)
+    mine = kind.spans or rank == 0
+    held = [shard for shard in array.addressable_shards if shard.replica_id == 0 and mine]
+    shards: tuple[Shard, ...]
+    if not kind.on_host:
+        for shard in held:
+            shard.data.copy_to_host_async()
+        shards = tuple(DeviceShard(box_of(shard.index, array.shape), shard.data) for shard in held)
+        changed = functools.partial(_given_away, (array, *(shard.data for shard in held)))
+        places = tuple((shard.device.id, shard.data.unsafe_buffer_pointer()) for shard in held)
+        tied = (dtype.name, array.shape, places) if array.size else None
+        return Leaf("array", dtype.name, array.shape, shards, tied, ext, kind.encoded, boxes, changed)
+    views = tuple(
         ArrayShard(
             box_of(shard.index, array.shape), np.asarray(shard.data).view(dtypes.bits(dtype.itemsize)), shard.replica_id
         )
-        for shard in array.addressable_shards
-        if shard.replica_id == 0
+        for shard in held
     )
     # Not by id(array): a node may make its arrays as it is flattened, and the id of one that is gone is given again.
-    buffers = tuple((s.array.__array_interface__["data"][0], s.box) for s in shards)
+    buffers = tuple((s.array.__array_interface__["data"][0], s.box) for s in views)
     tied = (dtype.name, array.shape, buffers) if array.size else None
-    return Leaf("array", dtype.name, array.shape, shards, tied, ext, _orbax(sharding))
+    return Leaf("array", dtype.name, array.shape, views, tied, ext, kind.encoded, boxes)
+
+
+def _boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[Box, ...]:
+    """The boxes of all processes' shards, in the order of the devices, which is the same in every process."""
+    places = sharding.devices_indices_map(shape)
+    return tuple(dict.fromkeys(box_of(index, shape) for index in places.values() if index is not None))
+
+
+class _Kind(NamedTuple):
+    """What a leaf needs to know of a sharding, found out once: of 10,000 leaves most have the same one."""
+
+    spans: bool
+    """Over devices of other processes."""
+    on_host: bool
+    whole_on_host: bool
+    """On one device, and that is the host."""
+    encoded: str | None
+    """As Orbax writes it."""
+
+
+@functools.lru_cache(512)
+def _kind(sharding: jax.sharding.Sharding) -> _Kind:
+    devices: Iterable[Any] = sharding.device_set
+    on_host = all(device.platform == "cpu" for device in devices)
+    whole = on_host and len(sharding.device_set) == 1
+    return _Kind(not sharding.is_fully_addressable, on_host, whole, shardings.encode(sharding))
+
+
+_whole = functools.lru_cache(512)(Box.whole)
+
+
+def _given_away(arrays: Sequence[jax.Array]) -> str | None:
+    return "was deleted or donated" if any(array.is_deleted() for array in arrays) else None
 
 
 def is_key(array: Any) -> bool:
     """Whether it is an array of typed random keys."""
-    return bool(jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key))
+    dtype = array.dtype
+    return not isinstance(dtype, np.dtype) and bool(jax.numpy.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
     """A shard's place, from jax's slices."""
     edges = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
     return Box(tuple(a for a, _ in edges), tuple(b - a for a, b in edges))
-
-
-def _orbax(sharding: jax.sharding.Sharding) -> str | None:
-    """The sharding as Orbax writes it, which lets it restore without a target; None for kinds that it does not know."""
-    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
-        (device,) = sharding.device_set
-        return json.dumps({"sharding_type": "SingleDeviceSharding", "device_str": str(device)})
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        return _named(sharding)
-    return None
-
-
-_known: dict[jax.sharding.NamedSharding, str] = {}
-
-
-def _named(sharding: jax.sharding.NamedSharding) -> str:
-    found = _known.get(sharding)
-    if found is None:
-        mesh = sharding.mesh
-        if len(_known) > 256:
-            _known.clear()
-        found = _known[sharding] = json.dumps(
-            {
-                "sharding_type": "NamedSharding",
-                "shape": list(mesh.shape.values()),
-                "axis_names": list(mesh.axis_names),
-                "axis_types": [str(kind) for kind in mesh.axis_types],
-                "partition_spec": list(sharding.spec),
-                "device_mesh": {"mesh": _ids(mesh.devices.tolist())},
-            }
-        )
-    return found
-
-
-def _ids(devices: Any) -> Any:
-    return [_ids(each) for each in devices] if isinstance(devices, list) else {"id": devices.id}

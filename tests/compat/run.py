@@ -98,7 +98,7 @@ def written_by_tierkeep(folder: Path) -> None:
         case = folder / framework
         case.mkdir()
         adapter: Any = {"torch": tierkeep_torch, "jax": tierkeep_jax}[framework]
-        with adapter.Checkpointer(case / "root") as checkpointer:
+        with adapter.Checkpointer(case / "root", asynchronous=False) as checkpointer:
             checkpointer.save(3, state)
         seen = jax.tree.map(_seen, state)
         (case / "structure.json").write_text(json.dumps(jax.tree.map(_kind, seen)))

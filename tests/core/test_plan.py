@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tierkeep.adapter import Snapshot
 from tierkeep.errors import InvalidStateError, NameCollisionError
@@ -100,7 +101,7 @@ def test_a_part_that_no_shard_holds_is_an_error_that_names_the_leaf(leaf: Leaf, 
     if not held:
         return
     gone = data.draw(st.sampled_from(held))
-    holed = dataclasses.replace(leaf, shards=tuple(shard for shard in leaf.shards if shard.box != gone))
+    holed = structs.replace(leaf, shards=tuple(shard for shard in leaf.shards if shard.box != gone))
     with pytest.raises(InvalidStateError, match=r"leaf 'leaf0'.*Nothing was written"):
         plan_save(snapshot_of([holed]), SaveOptions())
 
@@ -111,7 +112,7 @@ def test_shards_that_overlap_are_an_error_that_names_the_leaf(leaf: Leaf, data: 
     known = {shard.box for shard in leaf.shards}
     if not box.size or box in known:
         return
-    overlapping = dataclasses.replace(leaf, shards=(*leaf.shards, ArrayShard(box, NOTHING)))
+    overlapping = structs.replace(leaf, shards=(*leaf.shards, ArrayShard(box, NOTHING)))
     with pytest.raises(InvalidStateError, match=r"leaf 'leaf0'.*overlap.*Nothing was written"):
         plan_save(snapshot_of([overlapping]), SaveOptions())
 
@@ -182,7 +183,7 @@ def test_the_cache_keeps_the_plans_used_last() -> None:
 @given(st.lists(leaves(), min_size=1, max_size=3), tk.save_options())
 def test_a_plan_is_a_function_of_the_structure_alone(found: list[Leaf], options: SaveOptions) -> None:
     one, other = (plan_save(snapshot_of(list(found)), options) for _ in range(2))
-    names = [field.name for field in dataclasses.fields(SavePlan) if field.name != "index"]
+    names = SavePlan.__struct_fields__
     assert [getattr(one, name) for name in names] == [getattr(other, name) for name in names]
     rendered = [
         plan.index.render([DataFile("", "d/image")], "d/nodes", uuid=bytes(16), commit_ns=0) for plan in (one, other)

@@ -327,7 +327,7 @@ def test_stock_orbax_reads_the_same_bits(
     directory: Path, stock: Sequence[Any], state: Any, options: SaveOptions
 ) -> None:
     root = Path(tempfile.mkdtemp(dir=directory))
-    with Checkpointer(NumpyAdapter(), root, options=options) as ours:
+    with Checkpointer(NumpyAdapter(), root, options=options, asynchronous=False) as ours:
         ours.save(7, state)
     assert tk.exact_form(ENGINE.restore(root / "7", options=RestoreOptions())) == tk.exact_form(state)
     expected = tk.exact_form(as_orbax(state))

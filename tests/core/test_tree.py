@@ -271,6 +271,11 @@ ERRORS: list[TierkeepError] = [
     errors.UnsupportedFormatError("/runs/5", "of version 9", "version 1"),
     StorageError("saving", OSError(28, "No space left on device", "/runs/5"), "step 4 is intact"),
     StorageError("saving", OSError("no number"), "step 4 is intact"),
+    errors.ChangedLeafError(5, ["leaf 'a' was donated"] * 2),
+    errors.SaveCancelledError(5),
+    errors.WorkerError("the background process died 3 times", "step 4 is intact"),
+    errors.PeerError("rank 3 was not heard of"),
+    errors.BusyError("another checkpointer saves into /runs"),
     errors.ClosedError("the checkpointer"),
 ]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tierkeep import checkpointer, engine, step
 from tierkeep.format import orbax_metadata, part
 from tierkeep.restore import read
-from tierkeep.save import commit
+from tierkeep.save import commit, store
 from tierkeep.step import ITEM
 from tierkeep.tiers.local_disk import ImageWriter, LocalDisk
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     import pytest
 
+    from tierkeep.save.recycle import Recycler
     from tierkeep.testing.aftermath import Operation
 
 __all__ = ["BUGS", "Bug"]
@@ -99,8 +100,8 @@ def _published_before_the_record(patch: pytest.MonkeyPatch) -> None:
         commit_really(disk, dataclasses.replace(draft, path=final, item=final / ITEM), *args)
 
     publish_really, commit_really = commit.publish, commit.commit_whole
-    patch.setattr(engine, "publish", publish)
-    patch.setattr(engine, "commit_whole", commit_whole)
+    patch.setattr(store, "publish", publish)
+    patch.setattr(store, "commit_whole", commit_whole)
 
 
 def _made_in_place(patch: pytest.MonkeyPatch) -> None:
@@ -111,7 +112,7 @@ def _made_in_place(patch: pytest.MonkeyPatch) -> None:
         disk.sync_dir(final.parent)
 
     patch.setattr(commit, "temporary", lambda path: path)
-    patch.setattr(engine, "publish", publish)
+    patch.setattr(store, "publish", publish)
     patch.setattr(commit.Draft, "end", lambda draft, disk: draft.lock and draft.lock.close())
 
 
@@ -128,20 +129,48 @@ def _retired_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def _retired_in_place(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checkpointer, "retire", lambda disk, path: disk.remove_tree(path))
+    patch.setattr(store, "retire", lambda disk, path, recycler: disk.remove_tree(path))
 
 
 def _retired_unsynced(patch: pytest.MonkeyPatch) -> None:
-    def retire(disk: LocalDisk, path: Path) -> None:
+    def retire(disk: LocalDisk, path: Path, recycler: Recycler | None) -> None:
         trash = step.doomed(path)
         disk.rename(path, trash)
         disk.remove_tree(trash)
 
-    patch.setattr(checkpointer, "retire", retire)
+    patch.setattr(store, "retire", retire)
+
+
+def _recycled_unsynced(patch: pytest.MonkeyPatch) -> None:
+    def retire(disk: LocalDisk, path: Path, recycler: Recycler | None) -> None:
+        trash = step.doomed(path)
+        disk.rename(path, trash)
+        commit._discard(disk, trash, recycler)
+
+    def close(steps: checkpointer.Checkpointer) -> None:
+        LocalDisk().sync_dir(steps.root)  # in the end it is durable: what is wrong is wrong before
+        real(steps)
+
+    real = checkpointer.Checkpointer.close
+    patch.setattr(store, "retire", retire)
+    patch.setattr(checkpointer.Checkpointer, "close", close)
+
+
+def _recycled_while_it_stands(patch: pytest.MonkeyPatch) -> None:
+    real = checkpointer.Checkpointer.save
+
+    def save(steps: checkpointer.Checkpointer, number: int, state: Any, **settings: Any) -> Any:
+        for old in steps.steps()[-1:]:
+            data = step.step_path(steps.root, old) / ITEM / "ocdbt.process_0" / "d"
+            steps._recycler._trash = steps.root / "none"
+            steps._recycler._image = max(data.iterdir(), key=LocalDisk().size)
+        return real(steps, number, state, **settings)
+
+    patch.setattr(checkpointer.Checkpointer, "save", save)
 
 
 def _swap(patch: pytest.MonkeyPatch, swap: Callable[[LocalDisk, Path, Path], None]) -> None:
-    patch.setattr(commit, "_swap", swap)
+    patch.setattr(commit, "_swap", lambda disk, new, final, recycler: swap(disk, new, final))
 
 
 def _old_removed_before_new_is_durable(patch: pytest.MonkeyPatch) -> None:
@@ -223,7 +252,7 @@ def _seal_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 def _nothing_is_swept(patch: pytest.MonkeyPatch) -> None:
     for module in (checkpointer, engine, commit):
-        patch.setattr(module, "sweep", lambda disk, directory, *, mine: None)
+        patch.setattr(module, "sweep", lambda disk, directory, *, mine, but=None: None)
 
 
 def _swept_unsynced(patch: pytest.MonkeyPatch) -> None:
@@ -268,6 +297,10 @@ BUGS = (
     Bug("the old step is retired before the new one is saved", "retirement", _retired_first),
     Bug("a step is removed under its own name", "retirement", _retired_in_place),
     Bug("a step is removed before its rename is durable", "retirement", _retired_unsynced),
+    Bug("an image is recycled before its step's rename is durable", "recycling", _recycled_unsynced),
+    Bug("an image is recycled while its step stands", "recycling", _recycled_while_it_stands),
+    Bug("an image that is overwritten is not synced", "recycling", _image_unsynced),
+    Bug("the new place of a recycled image is not synced", "recycling", unsynced=r"/ocdbt\.process_0/d$"),
     Bug("the old one is removed before the new one is durable", "overwrite", _old_removed_before_new_is_durable),
     Bug("the old one is removed before the new one is there", "overwrite", _old_removed_first),
     Bug(

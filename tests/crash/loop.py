@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tierkeep.checkpointer import Checkpointer, Engine
-from tierkeep.errors import CorruptCheckpointError, StorageError
+from tierkeep.errors import CorruptCheckpointError, StorageError, TierkeepError
 from tierkeep.format.part import WHOLE
 from tierkeep.options import PAGE, RestoreOptions, SaveOptions
 from tierkeep.step import leftover
@@ -77,6 +77,8 @@ class Scenario:
     """What may be visible after that save."""
     single: bool = False
     """A single checkpoint, not a root of steps."""
+    several: bool = False
+    """`run` saves more than once, so that what is visible in between is neither from before nor from the end."""
     renameat2: bool = True
     fails: str | None = None
     """The sync of this directory fails, and the save raises."""
@@ -225,10 +227,11 @@ Files = dict[str, bytes | None]
 
 
 def _known(scenario: Scenario, complete: CrashDisk, kill_at: int | None, scratch: Path) -> dict[tuple[str, int], Files]:
-    """The files of every checkpoint that may be visible: those from before, when killed, and from the end."""
+    """The files of every checkpoint that may be visible: those from before, when killed, from the end, and in between."""
     known: dict[tuple[str, int], Files] = {}
     moments = {0, kill_at or 0, len(complete.journal)}
-    for moment in moments:
+    between = {n + 1 for n, op in enumerate(complete.journal) if scenario.several and _renames_in(scenario.place, op)}
+    for moment in sorted(moments | between):
         tree = complete.start.copy()
         for op in complete.journal[:moment]:
             tree.apply(op)
@@ -236,10 +239,18 @@ def _known(scenario: Scenario, complete: CrashDisk, kill_at: int | None, scratch
         materialise(tree, scratch / "known")
         place = scratch / "known" / scenario.place
         for name in _visible(scenario, place):
-            number = number_of(place / name)
-            if number is not None:
-                known[name, number] = _below(_standing(scratch / "known"), f"{scenario.place}/{name}/")
+            # What is not whole in between is not known, and is found by whoever opens it.
+            with contextlib.suppress(*[] if moment in moments else [TierkeepError]):
+                number = number_of(place / name)
+                if number is not None:
+                    known[name, number] = _below(_standing(scratch / "known"), f"{scenario.place}/{name}/")
     return known
+
+
+def _renames_in(place: str, operation: Operation) -> bool:
+    """Whether an operation renames or exchanges entries of a directory."""
+    names = operation.path.split(" → ")
+    return len(names) == 2 and all(name.rpartition("/")[0] == place for name in names)
 
 
 def _standing(disk: Path) -> dict[str, bytes | None]:
@@ -297,7 +308,7 @@ def _check(
 def _visible(scenario: Scenario, place: Path) -> list[str]:
     if scenario.single:
         return [entry.name for entry in (place / "model",) if entry.exists()]
-    with Checkpointer(NumpyAdapter(), place, options=SAVING) as checkpointer:
+    with Checkpointer(NumpyAdapter(), place, options=SAVING, asynchronous=False) as checkpointer:
         return [str(step) for step in checkpointer.steps()]
 
 
@@ -362,14 +373,14 @@ def _difference(name: str, files: Files, known: Mapping[tuple[str, int], Files])
 
 
 def root(
-    *steps: int, overwrite: bool = False, keep: int | None = None, to: int | None = None
+    *steps: int, overwrite: bool = False, keep: int | None = None, to: Sequence[int] | None = None
 ) -> Callable[[Path], None]:
-    """Saves steps of a root, each with the state of its number, or of `to`."""
+    """Saves steps of a root one after the other, each with the state of its number, or of the one in `to`."""
 
     def run(place: Path) -> None:
-        with Checkpointer(NumpyAdapter(), place, keep=keep, options=SAVING) as checkpointer:
-            for step in steps:
-                checkpointer.save(step, state(to or step), overwrite=overwrite)
+        with Checkpointer(NumpyAdapter(), place, keep=keep, options=SAVING, asynchronous=False) as checkpointer:
+            for step, number in zip(steps, to or steps, strict=True):
+                checkpointer.save(step, state(number), overwrite=overwrite)
 
     return run
 

@@ -80,7 +80,7 @@ SCENARIOS = (
         "overwrite",
         place="root",
         prepare=root(1),
-        run=root(1, overwrite=True, to=2),
+        run=root(1, overwrite=True, to=[2]),
         meanwhile=[{"1": 1}, {"1": 2}],
         after=[{"1": 2}],
         again=root(AGAIN),
@@ -90,7 +90,7 @@ SCENARIOS = (
         "overwrite without renameat2",
         place="root",
         prepare=root(1),
-        run=root(1, overwrite=True, to=2),
+        run=root(1, overwrite=True, to=[2]),
         meanwhile=[{"1": 1}, {"1": 2}],  # nothing for a moment, but whoever asks for the steps brings the old one back
         after=[{"1": 2}],
         again=root(AGAIN),
@@ -101,7 +101,7 @@ SCENARIOS = (
         "overwrite whose last sync fails",
         place="root",
         prepare=root(1),
-        run=root(1, overwrite=True, to=2),
+        run=root(1, overwrite=True, to=[2]),
         meanwhile=[{"1": 1}, {"1": 2}],
         after=[{"1": 1}, {"1": 2}],  # it raised
         again=root(AGAIN),
@@ -117,6 +117,28 @@ SCENARIOS = (
         after=[{"2": 2}],
         again=root(AGAIN, keep=1),
         finally_=[_AFTER],
+    ),
+    Scenario(
+        "recycling",  # the image of step 1 becomes that of step 3, and that of step 2 that of step 4
+        place="root",
+        prepare=root(1),
+        run=root(2, 3, 4, keep=1),
+        meanwhile=[{"1": 1}, {"1": 1, "2": 2}, {"2": 2}, {"2": 2, "3": 3}, {"3": 3}, {"3": 3, "4": 4}, {"4": 4}],
+        after=[{"4": 4}],
+        again=root(AGAIN, keep=1),
+        finally_=[_AFTER],
+        several=True,
+    ),
+    Scenario(
+        "recycling what is overwritten",
+        place="root",
+        prepare=root(1),
+        run=root(1, 1, 1, overwrite=True, keep=1, to=[2, 3, 4]),
+        meanwhile=[{"1": 1}, {"1": 2}, {"1": 3}, {"1": 4}],
+        after=[{"1": 4}],
+        again=root(AGAIN, keep=1),
+        finally_=[_AFTER],
+        several=True,
     ),
     Scenario(
         "single checkpoint",
@@ -165,9 +187,14 @@ SCENARIOS = (
 )
 
 _FIRST_TWO = [{}, {"1": 1}, {"2": 2}, {"1": 1, "2": 2}]
-_THREE = [
-    {str(step): step for step in steps} for count in (1, 2, 3) for steps in itertools.combinations((1, 2, 3), count)
-]
+_THREE, _FOUR = (
+    [
+        {str(step): step for step in steps}
+        for count in range(1, most + 1)
+        for steps in itertools.combinations(range(1, most + 1), count)
+    ]
+    for most in (3, 4)
+)
 _REPLACED = [{"1": 1}, {"1": 2}]
 
 # A process is killed, which loses nothing; the next one goes on, without knowing what of it was ever synced.
@@ -187,7 +214,7 @@ KILLED = (
         "an overwrite is killed",
         place="root",
         prepare=root(1),
-        killed=root(1, overwrite=True, to=2),
+        killed=root(1, overwrite=True, to=[2]),
         run=root(3),
         meanwhile=[*_REPLACED, *({**each, "3": 3} for each in _REPLACED)],
         after=[{**each, "3": 3} for each in _REPLACED],
@@ -198,7 +225,7 @@ KILLED = (
         "an overwrite without renameat2 is killed",
         place="root",
         prepare=root(1),
-        killed=root(1, overwrite=True, to=2),
+        killed=root(1, overwrite=True, to=[2]),
         run=root(3),
         meanwhile=[*_REPLACED, *({**each, "3": 3} for each in _REPLACED)],
         after=[{**each, "3": 3} for each in _REPLACED],
@@ -216,5 +243,17 @@ KILLED = (
         after=[{"3": 3}],
         again=root(AGAIN, keep=1),
         finally_=[_AFTER],
+    ),
+    Scenario(
+        "a recycling is killed",
+        place="root",
+        prepare=root(1),
+        killed=root(2, 3, keep=1),
+        run=root(4, keep=1),
+        meanwhile=_FOUR,
+        after=[{"4": 4}],
+        again=root(AGAIN, keep=1),
+        finally_=[_AFTER],
+        several=True,
     ),
 )

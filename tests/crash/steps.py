@@ -35,7 +35,8 @@ def state(seed: int, nbytes: int = 20 * PAGE) -> dict[str, Any]:
 
 def checkpointer(root: Any, **settings: Any) -> Checkpointer:
     """A checkpointer of numpy states."""
-    return Checkpointer(NumpyAdapter(), root, **({"options": SMALL} | settings))
+    defaults: dict[str, Any] = {"options": SMALL, "asynchronous": False}
+    return Checkpointer(NumpyAdapter(), root, **(defaults | settings))
 
 
 def restore(steps: Checkpointer, step: int | None = None, **relaxations: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from tests.crash.steps import checkpointer, held, restore, state
+from tests.crash.steps import checkpointer, held, leftovers, others, restore, state
 from tierkeep.options import MIB, SaveOptions
 from tierkeep.testing.strategies import exact_form
 
@@ -43,7 +43,10 @@ def test_cycles_leave_files_threads_memory_and_disk_space_as_they_were(
                 assert held() == before
                 assert steps.steps() == [number - 2, number - 1, number]
                 used.add(disk_nbytes(tmp_path))
-                assert len(list(tmp_path.iterdir())) == 3
+                assert len(leftovers(tmp_path)) == 1  # its image is the next step's
+                assert not others(tmp_path)
+    assert not leftovers(tmp_path)
+    assert not others(tmp_path)
     grown = process.memory_info().rss - warm
     assert grown < GROWTH_NBYTES
     assert max(used) - min(used) < 64 * 1024  # numbers of more digits in the records

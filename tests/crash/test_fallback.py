@@ -49,7 +49,7 @@ def step_of(found: dict[str, Any]) -> int:
 @pytest.fixture
 def root() -> Iterator[Path]:
     with memory_directory() as directory:
-        with tierkeep_torch.Checkpointer(directory / "root", options=OPTIONS) as steps:
+        with tierkeep_torch.Checkpointer(directory / "root", options=OPTIONS, asynchronous=False) as steps:
             for step in (1, 2, 3):
                 steps.save(step, state(step))
         yield directory / "root"
@@ -120,7 +120,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 def test_the_next_newest_step_comes_back_whole_and_what_was_skipped_is_said(root: Path, name: str, into: bool) -> None:
     DAMAGES[name](root / "3")
     target = state(0) if into else None
-    with tierkeep_torch.Checkpointer(root) as steps:
+    with tierkeep_torch.Checkpointer(root, asynchronous=False) as steps:
         with pytest.warns(SkippedStepWarning, match=r"restored step 2 .*step 3: .*"):
             found = steps.restore(into=target)
         assert step_of(found) == 2
@@ -147,7 +147,7 @@ def test_when_no_step_can_be_read_all_are_listed_and_nothing_comes_back(root: Pa
 def test_several_damaged_steps_are_all_named(root: Path) -> None:
     DAMAGES["image cut"](root / "3")
     DAMAGES["tierkeep.json flipped"](root / "2")
-    with tierkeep_jax.Checkpointer(root) as steps:
+    with tierkeep_jax.Checkpointer(root, asynchronous=False) as steps:
         with pytest.warns(SkippedStepWarning, match=r"step 3: .*step 2: .*tierkeep\.json") as said:
             assert step_of(steps.restore()) == 1
         assert len(said) == 1
@@ -155,21 +155,21 @@ def test_several_damaged_steps_are_all_named(root: Path) -> None:
 
 
 def test_a_whole_newest_step_comes_back_in_silence(root: Path) -> None:
-    with tierkeep_torch.Checkpointer(root) as steps, warnings.catch_warnings():
+    with tierkeep_torch.Checkpointer(root, asynchronous=False) as steps, warnings.catch_warnings():
         warnings.simplefilter("error")
         assert step_of(steps.restore()) == 3
 
 
 def test_the_warning_can_be_made_an_error(root: Path) -> None:
     DAMAGES["image cut"](root / "3")
-    with tierkeep_torch.Checkpointer(root) as steps, warnings.catch_warnings():
+    with tierkeep_torch.Checkpointer(root, asynchronous=False) as steps, warnings.catch_warnings():
         warnings.simplefilter("error", SkippedStepWarning)
         with pytest.raises(SkippedStepWarning):
             steps.restore()
 
 
 def test_a_target_that_does_not_fit_is_no_reason_to_go_back(root: Path) -> None:
-    with tierkeep_torch.Checkpointer(root) as steps:
+    with tierkeep_torch.Checkpointer(root, asynchronous=False) as steps:
         steps.save(4, {"other": torch.ones(3)})
         target = state(0)
         with pytest.raises(MismatchError):
@@ -179,7 +179,7 @@ def test_a_target_that_does_not_fit_is_no_reason_to_go_back(root: Path) -> None:
 
 def test_damage_behind_a_relaxation_that_keeps_leaves_is_raised_rather_than_mixed(root: Path) -> None:
     """Step 3 fills some of the target; what step 2 then leaves as it is would be of step 3."""
-    with tierkeep_torch.Checkpointer(root, options=OPTIONS) as steps:
+    with tierkeep_torch.Checkpointer(root, options=OPTIONS, asynchronous=False) as steps:
         steps.save(4, state(4) | {"more": torch.full((2000,), 4.0)})
         at = max(range(LEAVES * 2), key=lambda page: image(root / "4").read_bytes()[page * PAGE] != 0)
         flip(image(root / "4"), at * PAGE)
@@ -190,18 +190,21 @@ def test_damage_behind_a_relaxation_that_keeps_leaves_is_raised_rather_than_mixe
 
 
 def test_a_root_without_steps_is_told_from_one_whose_steps_are_damaged(root: Path) -> None:
-    with tierkeep_torch.Checkpointer(root.parent / "new") as steps, pytest.raises(CheckpointNotFoundError):
+    with (
+        tierkeep_torch.Checkpointer(root.parent / "new", asynchronous=False) as steps,
+        pytest.raises(CheckpointNotFoundError),
+    ):
         steps.restore()
     for step in (1, 2, 3):
         shutil.rmtree(root / str(step) / "default")
-    with tierkeep_torch.Checkpointer(root) as steps:
+    with tierkeep_torch.Checkpointer(root, asynchronous=False) as steps:
         assert steps.latest_step() == 3
         with pytest.raises(CorruptCheckpointError):
             steps.restore()
 
 
 def test_verify_of_a_step_finds_what_a_restore_finds(root: Path) -> None:
-    with tierkeep_torch.Checkpointer(root) as steps:
+    with tierkeep_torch.Checkpointer(root, asynchronous=False) as steps:
         assert [steps.verify(step).checksums for step in steps.steps()] == ["tierkeep"] * 3
         DAMAGES["middle of the image"](root / "3")
         with pytest.raises(CorruptCheckpointError, match="steps 1, 2"):

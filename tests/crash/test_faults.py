@@ -42,6 +42,8 @@ class Save(NamedTuple):
     overwrite: bool = False
     after: tuple[int, ...] | None = None
     """The steps that are left if not all are."""
+    first: int | None = None
+    """A step that the same checkpointer saves before any call fails."""
 
 
 SAVES = {
@@ -49,6 +51,8 @@ SAVES = {
     "the first step": Save((), 1, {}),
     "an overwritten step": Save((1, 2), 2, {}, overwrite=True),
     "a step that retires two": Save((1, 2), 3, {"keep": 1}, after=(3,)),
+    "a step into the image of a retired one": Save((1, 2), 4, {"keep": 1}, after=(4,), first=3),
+    "an overwritten step into the image of one": Save((1,), 2, {}, overwrite=True, first=2),
     "a step of three lanes": Save((1,), 3, {"options": SaveOptions(chunk_nbytes=3 * PAGE, block_nbytes=PAGE, lanes=3)}),
 }
 NEW = 1000  # the seed of the state that is saved while calls fail
@@ -98,12 +102,18 @@ def test_a_save_whose_calls_fail_is_told_and_leaves_old_steps_as_they_were_and_n
 ) -> None:
     save = SAVES[kind]
     template = prepared(place, save)
-    older = {step: file_bytes(template / str(step)) for step in save.before}
     before = held()
+    older: dict[int, dict[str, bytes]] = {}
 
     def run(decide: Callable[[Call], int] | None = None) -> tuple[FaultyCalls, Path, Checkpointer, Exception | None]:
         root = copied(template, place / "broken" / "parent")
         steps = checkpointer(root, **save.settings)
+        if save.first is not None:
+            steps.save(save.first, state(save.first))
+            if save.overwrite:
+                steps.save(save.first, state(save.first), overwrite=True)
+        older.clear()
+        older.update((step, file_bytes(root / str(step))) for step in steps.steps())
         calls = FaultyCalls(place) if decide is None else FaultyCalls(place, decide)
         with calls:
             try:
@@ -139,6 +149,11 @@ def test_a_save_whose_calls_fail_is_told_and_leaves_old_steps_as_they_were_and_n
             raise
     count(calls=len(recorded.calls), faults=tried, survived=dict(survived))
     assert tried >= len(recorded.calls)
+    names = {name: {call.path for call in recorded.calls if call.name == name} for name in ("create", "pwrite")}
+    assert (names["pwrite"] <= names["create"]) == (save.first is None)
+    if save.first is not None:  # a lease that is refused, or a file that cannot be moved, is made up for by a new one
+        assert survived["fcntl"] >= 3
+        assert survived["rename"] > 0
 
 
 def check_after_a_save(
@@ -151,7 +166,7 @@ def check_after_a_save(
         new = save.step in visible and restore(steps, save.step)["step"] == NEW
         if new:
             assert exact_form(restore(steps, save.step)) == exact_form(state(NEW))
-    kept = {step for step in save.before if not (new and step == save.step)}
+    kept = {step for step in older if not (new and step == save.step)}
     if save.after is not None and new:
         kept &= set(visible)  # some were retired before the error
     assert visible == sorted(kept | ({save.step} if new else set()))

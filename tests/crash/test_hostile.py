@@ -152,7 +152,7 @@ class RootOf(Checkpointer):
 
 
 def checkpointer(root: Path) -> RootOf:
-    return RootOf(NumpyAdapter(), root, options=ENGINE.options)
+    return RootOf(NumpyAdapter(), root, options=ENGINE.options, asynchronous=False)
 
 
 # Names and links

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 DEADLINE_S = 60.0
 """A process that says nothing for so long is killed, and the test fails."""
-ACTIONS = ("save", "overwrite", "retire", "restore")
+ACTIONS = ("save", "overwrite", "retire", "recycle", "restore")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 
@@ -120,13 +120,14 @@ def check_after_a_kill(root: Path, template: Path, action: str, step: int, seed:
     """Whatever became of the process: nothing torn, nothing lost, and the next save works and sweeps."""
     with checkpointer(root) as steps:
         visible = [number for number in steps.steps() if number != AFTER_INTERRUPT]
-        new = step in visible and restore(steps, step)["step"] == seed
-        if new:
-            assert exact_form(restore(steps, step)) == exact_form(state(seed))
-        old = {1, 2} - ({step} if new else set())
-        if action == "retire" and new:
+        saved = {step: seed, step + 1: seed + 1} if action == "recycle" else {step: seed}
+        new = {number for number in saved if number in visible and restore(steps, number)["step"] == saved[number]}
+        for number in new:
+            assert exact_form(restore(steps, number)) == exact_form(state(saved[number]))
+        old = {1, 2} - new
+        if action in ("retire", "recycle") and new:
             old &= set(visible)
-        assert visible == sorted(old | ({step} if new else set()))
+        assert visible == sorted(old | new)
         for number in old:
             assert file_bytes(root / str(number)) == file_bytes(template / str(number))
         assert not others(root)

@@ -57,14 +57,16 @@ def work(root: str, action: str, step: int, seed: int, lanes: bool, dies_at: int
             os.kill(os.getpid(), signum)
         return 0
 
-    steps = checkpointer(root, options=_LANES if lanes else SMALL, keep=1 if action == "retire" else None)
+    keep = 1 if action in ("retire", "recycle") else None
+    steps = checkpointer(root, options=_LANES if lanes else SMALL, keep=keep)
     try:
         with FaultyCalls(Path(root).parent, at_call):
             act(steps, action, step, seed)
     except KeyboardInterrupt:
         for thread in threading.enumerate():  # one that was being started then may have begun only now, to end at once
             if thread is not threading.main_thread():
-                thread.join(DEADLINE_S)
+                with contextlib.suppress(RuntimeError):  # it was not even started
+                    thread.join(DEADLINE_S)
                 assert not thread.is_alive()
         steps.keep = None
         with contextlib.suppress(FileExistsError):
@@ -79,6 +81,8 @@ def act(steps: Any, action: str, step: int, seed: int) -> None:
         assert found["big"].tobytes() == state(found["step"])["big"].tobytes()
     else:
         steps.save(step, state(seed), overwrite=action == "overwrite")
+        if action == "recycle":  # the next one goes over the image of one that the first retired
+            steps.save(step + 1, state(seed + 1))
 
 
 if __name__ == "__main__":

@@ -29,12 +29,12 @@ TREE = {
 
 
 def test_the_newest_steps_are_kept_and_the_newest_is_restored(tmp_path: Path) -> None:
-    with tierkeep_jax.Checkpointer(tmp_path / "run", keep=2) as checkpointer:
+    with tierkeep_jax.Checkpointer(tmp_path / "run", keep=2, asynchronous=False) as checkpointer:
         assert checkpointer.latest_step() is None
         with pytest.raises(CheckpointNotFoundError):
             checkpointer.restore()
         for step in (1, 5, 10):
-            assert checkpointer.save(step, TREE | {"step": step}).step == step
+            assert checkpointer.save(step, TREE | {"step": step}).result().step == step
         assert checkpointer.steps() == [5, 10]
         assert checkpointer.latest_step() == 10
         trees.assert_same(checkpointer.restore(), TREE | {"step": 10})
@@ -52,7 +52,7 @@ def test_the_newest_steps_are_kept_and_the_newest_is_restored(tmp_path: Path) ->
 
 # reused-dir-new-run-deleted
 def test_the_step_just_saved_is_never_removed_by_its_own_save(tmp_path: Path) -> None:
-    with tierkeep_jax.Checkpointer(tmp_path, keep=2) as checkpointer:
+    with tierkeep_jax.Checkpointer(tmp_path, keep=2, asynchronous=False) as checkpointer:
         for step in (500, 600, 100):
             checkpointer.save(step, {"n": step})
         assert checkpointer.restore(100) == {"n": 100}
@@ -66,7 +66,7 @@ def test_a_step_is_restored_onto_any_sharding(
     tmp_path: Path, grid: tuple[int, ...], spec: tuple[str | tuple[str, ...] | None, ...]
 ) -> None:
     sharding = NamedSharding(trees.mesh(*grid), PartitionSpec(*spec))
-    with tierkeep_jax.Checkpointer(tmp_path) as checkpointer:
+    with tierkeep_jax.Checkpointer(tmp_path, asynchronous=False) as checkpointer:
         checkpointer.save(1, TREE)
         target = TREE | {"w": jax.ShapeDtypeStruct((16, 8), "float32", sharding=sharding), "step": 0}
         found = checkpointer.restore(target=target)
@@ -88,7 +88,10 @@ def test_a_tree_that_changes_is_planned_anew(tmp_path: Path) -> None:
         {"a": jax.device_put(data), "b": 1.0},
         {"a": data, "b": True},
     ]
-    with tierkeep_jax.Checkpointer(tmp_path / "a") as one, tierkeep_jax.Checkpointer(tmp_path / "b") as other:
+    with (
+        tierkeep_jax.Checkpointer(tmp_path / "a", asynchronous=False) as one,
+        tierkeep_jax.Checkpointer(tmp_path / "b", asynchronous=False) as other,
+    ):
         for step, tree in enumerate([*variants, *variants]):
             one.save(step, tree)
             other.save(step, variants[-1 - step % len(variants)])
@@ -97,8 +100,8 @@ def test_a_tree_that_changes_is_planned_anew(tmp_path: Path) -> None:
 
 
 def test_metadata_names_every_leaf_without_reading_an_array(tmp_path: Path) -> None:
-    with tierkeep_jax.Checkpointer(tmp_path) as checkpointer:
-        report = checkpointer.save(1, TREE)
+    with tierkeep_jax.Checkpointer(tmp_path, asynchronous=False) as checkpointer:
+        report = checkpointer.save(1, TREE).result()
         metadata = checkpointer.metadata(1)
     assert {name: (leaf.spec.dtype, leaf.spec.shape) for name, leaf in metadata.leaves.items()} == {
         "w": ("float32", (16, 8)),
@@ -113,7 +116,7 @@ def test_metadata_names_every_leaf_without_reading_an_array(tmp_path: Path) -> N
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
 def test_a_fresh_orbax_manager_restores_a_step(tmp_path: Path) -> None:
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns when it is shown no likeness of the tree
-    with tierkeep_jax.Checkpointer(tmp_path) as checkpointer:
+    with tierkeep_jax.Checkpointer(tmp_path, asynchronous=False) as checkpointer:
         checkpointer.save(4, TREE)
         checkpointer.save(9, TREE | {"step": 9}, metrics={"loss": 0.5})
     expected = dict(trees.leaves(TREE | {"step": np.int64(9)}))

@@ -272,7 +272,7 @@ def test_no_array_is_held_after_a_save(tmp_path: Path) -> None:
         """Keeps what weak references need."""
 
     sharding = NamedSharding(trees.mesh(8), PartitionSpec("x"))
-    with tierkeep_jax.Checkpointer(tmp_path / "run", keep=1) as checkpointer:
+    with tierkeep_jax.Checkpointer(tmp_path / "run", keep=1, asynchronous=False) as checkpointer:
         for step in range(3):
             tree = {
                 "whole": jnp.arange(float(2**12)) + step,
@@ -289,7 +289,7 @@ def test_no_array_is_held_after_a_save(tmp_path: Path) -> None:
 
 def test_memory_does_not_grow_with_saves_of_fresh_arrays(tmp_path: Path) -> None:
     process = psutil.Process()
-    with tierkeep_jax.Checkpointer(tmp_path / "run", keep=1) as checkpointer:
+    with tierkeep_jax.Checkpointer(tmp_path / "run", keep=1, asynchronous=False) as checkpointer:
         for step in range(3):
             checkpointer.save(step, {"w": np.full(16 * MIB // 8, float(step))})
         gc.collect()

@@ -29,7 +29,7 @@ def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     tk.save(STATE, "~/c")
-    with tk.Checkpointer("~/run") as checkpointer:
+    with tk.Checkpointer("~/run", asynchronous=False) as checkpointer:
         checkpointer.save(1, STATE)
     assert sorted(p.name for p in (tmp_path / "home").iterdir()) == ["c", "run"]
     assert not (tmp_path / "~").exists()
@@ -42,7 +42,7 @@ def test_a_relative_root_stays_where_it_was_when_the_directory_changes(
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    checkpointer = tk.Checkpointer("run")
+    checkpointer = tk.Checkpointer("run", asynchronous=False)
     checkpointer.save(1, STATE)
     monkeypatch.chdir("elsewhere")
     checkpointer.save(2, STATE)
@@ -69,7 +69,7 @@ def test_any_name_of_a_path_works(name: str, tmp_path: Path) -> None:
     path: Any
     for path in (f"{tmp_path}/{name}", tmp_path / name, os.fsencode(f"{tmp_path}/{name}"), Place(tmp_path / name)):
         assert_same(tk.load(path), STATE)
-    with tk.Checkpointer(os.fsencode(f"{tmp_path}/root {name[:200]}")) as checkpointer:  # type: ignore[arg-type]
+    with tk.Checkpointer(os.fsencode(f"{tmp_path}/root {name[:200]}"), asynchronous=False) as checkpointer:  # type: ignore[arg-type]
         checkpointer.save(1, STATE)
         assert_same(checkpointer.restore(), STATE)
 
@@ -77,7 +77,7 @@ def test_any_name_of_a_path_works(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("url", ["gs://bucket/x", "s3://b", "file:///tmp/x", "https://h/p"])
 def test_a_url_is_refused(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for call in (lambda: tk.save(STATE, url), lambda: tk.load(url), lambda: tk.Checkpointer(url)):
+    for call in (lambda: tk.save(STATE, url), lambda: tk.load(url), lambda: tk.Checkpointer(url, asynchronous=False)):
         with pytest.raises(ValueError, match="URL"):
             call()
     assert list(tmp_path.iterdir()) == []
@@ -85,7 +85,11 @@ def test_a_url_is_refused(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("path", [None, 5, ["a"], "", True])
 def test_what_is_no_path_is_refused(path: Any) -> None:
-    for call in (lambda: tk.save(STATE, path), lambda: tk.load(path), lambda: tk.Checkpointer(path)):
+    for call in (
+        lambda: tk.save(STATE, path),
+        lambda: tk.load(path),
+        lambda: tk.Checkpointer(path, asynchronous=False),
+    ):
         with pytest.raises((TypeError, ValueError), match="path"):
             call()
 
@@ -94,7 +98,7 @@ def test_swapped_arguments_are_a_type_error_that_says_so(tmp_path: Path) -> None
     for path in (str(tmp_path / "c"), tmp_path / "c", os.fsencode(tmp_path / "c")):
         with pytest.raises(TypeError, match=r"state first.*save\(state, path\)"):
             tk.save(path, STATE)  # type: ignore[arg-type]
-    checkpointer = tk.Checkpointer(tmp_path)
+    checkpointer = tk.Checkpointer(tmp_path, asynchronous=False)
     with pytest.raises(TypeError, match=r"save\(step, state\)"):
         checkpointer.save(STATE, 5)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
@@ -106,7 +110,7 @@ def test_swapped_arguments_are_a_type_error_that_says_so(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("step", [True, -1, "5", 1.0, None, 10**18, [1]])
 def test_what_is_no_step_is_refused(step: Any, tmp_path: Path) -> None:
-    with tk.Checkpointer(tmp_path / "run") as checkpointer:
+    with tk.Checkpointer(tmp_path / "run", asynchronous=False) as checkpointer:
         with pytest.raises((TypeError, ValueError), match="step"):
             checkpointer.save(step, STATE)
         assert not (tmp_path / "run").exists()
@@ -119,7 +123,7 @@ def test_what_is_no_step_is_refused(step: Any, tmp_path: Path) -> None:
 
 
 def test_any_whole_number_is_a_step(tmp_path: Path) -> None:
-    with tk.Checkpointer(tmp_path) as checkpointer:
+    with tk.Checkpointer(tmp_path, asynchronous=False) as checkpointer:
         for step in (0, 10**18 - 1, np.int64(7), torch.tensor(9)):
             report = checkpointer.save(step, STATE)  # type: ignore[arg-type]
             assert type(report.step) is int
@@ -129,7 +133,7 @@ def test_any_whole_number_is_a_step(tmp_path: Path) -> None:
 
 
 def test_steps_are_listed_in_order_and_the_newest_is_restored(tmp_path: Path) -> None:
-    with tk.Checkpointer(tmp_path / "run") as checkpointer:
+    with tk.Checkpointer(tmp_path / "run", asynchronous=False) as checkpointer:
         assert checkpointer.steps() == []
         assert checkpointer.latest_step() is None
         with pytest.raises(CheckpointNotFoundError, match="none"):
@@ -146,8 +150,8 @@ def test_steps_are_listed_in_order_and_the_newest_is_restored(tmp_path: Path) ->
 
 
 def test_metadata_tells_what_a_step_holds(tmp_path: Path) -> None:
-    with tk.Checkpointer(tmp_path) as checkpointer:
-        report = checkpointer.save(3, {"a": {"w": torch.ones(2, 3).bfloat16()}, "n": 1})
+    with tk.Checkpointer(tmp_path, asynchronous=False) as checkpointer:
+        report = checkpointer.save(3, {"a": {"w": torch.ones(2, 3).bfloat16()}, "n": 1}).result()
         assert report.path == str(tmp_path / "3")
         assert set(report.seconds) >= {"plan", "write", "commit", "total"}
         found = checkpointer.metadata(3)
@@ -157,14 +161,14 @@ def test_metadata_tells_what_a_step_holds(tmp_path: Path) -> None:
 
 
 def test_a_step_directory_and_its_item_both_load(tmp_path: Path) -> None:
-    with tk.Checkpointer(tmp_path) as checkpointer:
+    with tk.Checkpointer(tmp_path, asynchronous=False) as checkpointer:
         checkpointer.save(3, STATE)
     assert_same(tk.load(tmp_path / "3"), STATE)
     assert_same(tk.load(tmp_path / "3" / "default"), STATE)
 
 
 def test_an_existing_step_is_untouched_unless_it_is_to_be_overwritten(tmp_path: Path) -> None:
-    with tk.Checkpointer(tmp_path) as checkpointer:
+    with tk.Checkpointer(tmp_path, asynchronous=False) as checkpointer:
         checkpointer.save(1, STATE)
         with pytest.raises(CheckpointExistsError, match="untouched"):
             checkpointer.save(1, {"other": 2})
@@ -203,7 +207,7 @@ def test_overwriting_and_retiring_a_link_leaves_what_it_points_to(tmp_path: Path
     tk.save({"n": 2}, tmp_path / "link", overwrite=True)
     assert tk.load(tmp_path / "far") == {"n": 1}
     assert tk.load(tmp_path / "link") == {"n": 2}
-    with tk.Checkpointer(tmp_path / "run", keep=1) as checkpointer:
+    with tk.Checkpointer(tmp_path / "run", keep=1, asynchronous=False) as checkpointer:
         checkpointer.save(1, {"n": 1})
         (tmp_path / "real" / "1").rename(tmp_path / "moved")
         (tmp_path / "real" / "1").symlink_to(tmp_path / "moved")
@@ -221,7 +225,7 @@ def test_foreign_names_beside_steps_are_neither_listed_nor_touched(tmp_path: Pat
     for name in ("step-abc", "tmp", "007", "-1", "1.5", "99", "9" * 30):
         (tmp_path / name).mkdir()
     before = {p.name for p in tmp_path.iterdir()}
-    with tk.Checkpointer(tmp_path, keep=2) as checkpointer:
+    with tk.Checkpointer(tmp_path, keep=2, asynchronous=False) as checkpointer:
         assert checkpointer.steps() == []
         for step in (1, 2, 3):
             checkpointer.save(step, STATE)
@@ -234,10 +238,10 @@ def test_foreign_names_beside_steps_are_neither_listed_nor_touched(tmp_path: Pat
 
 # limit-lowered-no-catchup, reused-dir-new-run-deleted
 def test_keep_holds_the_newest_steps_and_always_the_one_just_saved(tmp_path: Path) -> None:
-    with tk.Checkpointer(tmp_path) as checkpointer:
+    with tk.Checkpointer(tmp_path, asynchronous=False) as checkpointer:
         for step in range(5):
             checkpointer.save(step, {"s": step})
-    with tk.Checkpointer(tmp_path, keep=2) as checkpointer:
+    with tk.Checkpointer(tmp_path, keep=2, asynchronous=False) as checkpointer:
         checkpointer.save(10, {"s": 10})
         assert checkpointer.steps() == [4, 10]
         checkpointer.save(1, {"s": 1})  # a new run in an old directory
@@ -245,15 +249,15 @@ def test_keep_holds_the_newest_steps_and_always_the_one_just_saved(tmp_path: Pat
         assert checkpointer.restore(1) == {"s": 1}
     for keep in (0, -1, True, 1.5, "2"):
         with pytest.raises(ValueError, match="keep"):
-            tk.Checkpointer(tmp_path, keep=keep)  # type: ignore[arg-type]
+            tk.Checkpointer(tmp_path, keep=keep, asynchronous=False)  # type: ignore[arg-type]
 
 
 def test_a_root_that_is_a_file_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("mine")
     with pytest.raises(StorageError) as caught:
-        tk.Checkpointer(tmp_path / "f")
+        tk.Checkpointer(tmp_path / "f", asynchronous=False)
     assert caught.value.filename == str(tmp_path / "f")
-    below = tk.Checkpointer(tmp_path / "f" / "run")
+    below = tk.Checkpointer(tmp_path / "f" / "run", asynchronous=False)
     for call in (below.steps, below.restore, lambda: below.save(1, STATE)):
         with pytest.raises(StorageError):
             call()
@@ -261,7 +265,7 @@ def test_a_root_that_is_a_file_is_refused_and_left_alone(tmp_path: Path) -> None
 
 
 def test_closing_twice_is_fine_and_use_after_it_is_told(tmp_path: Path) -> None:
-    checkpointer = tk.Checkpointer(tmp_path)
+    checkpointer = tk.Checkpointer(tmp_path, asynchronous=False)
     with checkpointer as entered:
         assert entered is checkpointer
         checkpointer.save(1, STATE)
@@ -280,7 +284,7 @@ def test_closing_twice_is_fine_and_use_after_it_is_told(tmp_path: Path) -> None:
 
 
 def test_an_error_inside_the_context_still_closes(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), tk.Checkpointer(tmp_path) as checkpointer:
+    with pytest.raises(ZeroDivisionError), tk.Checkpointer(tmp_path, asynchronous=False) as checkpointer:
         raise ZeroDivisionError
     with pytest.raises(ClosedError):
         checkpointer.steps()
@@ -295,7 +299,7 @@ def test_an_unknown_relaxation_is_refused(word: dict[str, Any], tmp_path: Path) 
 
 def test_saves_and_restores_from_several_threads_all_hold(tmp_path: Path) -> None:
     failures: list[BaseException] = []
-    with tk.Checkpointer(tmp_path) as checkpointer:
+    with tk.Checkpointer(tmp_path, asynchronous=False) as checkpointer:
 
         def work(number: int) -> None:
             try:
@@ -318,19 +322,22 @@ def test_saves_and_restores_from_several_threads_all_hold(tmp_path: Path) -> Non
 
 def test_descriptors_threads_and_names_stay_flat_over_many_saves(tmp_path: Path) -> None:
     process = psutil.Process()
-    with tk.Checkpointer(tmp_path, keep=2) as checkpointer:
+    with tk.Checkpointer(tmp_path, keep=2, asynchronous=False) as checkpointer:
         checkpointer.save(0, STATE)
         before = (process.num_fds(), process.num_threads())
         for step in range(1, 50):
             checkpointer.save(step, STATE)
             checkpointer.restore(step, dict(STATE))
         assert (process.num_fds(), process.num_threads()) == before
-        assert len(list(tmp_path.iterdir())) == 2
+        names = sorted(path.name for path in tmp_path.iterdir())
+        assert names.pop(0).startswith("47.tierkeep-trash-")  # its image is the next step's
+        assert names == ["48", "49"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["48", "49"]
 
 
 # source-kept-alive-after-write
 def test_no_memory_of_the_state_is_held_after_save_and_restore(tmp_path: Path) -> None:
-    with tk.Checkpointer(tmp_path) as checkpointer:
+    with tk.Checkpointer(tmp_path, asynchronous=False) as checkpointer:
         for step in range(2):
             tensor, array = torch.ones(10), np.ones(10)
             storage: Any = weakref.ref(tensor.untyped_storage())
@@ -362,7 +369,10 @@ def test_a_state_that_changes_its_structure_is_planned_anew(tmp_path: Path) -> N
         {"a": np.ones(3, np.float32)},
         {"a": "x", "b": "y"},
     ]
-    with tk.Checkpointer(tmp_path / "x") as one, tk.Checkpointer(tmp_path / "y") as other:
+    with (
+        tk.Checkpointer(tmp_path / "x", asynchronous=False) as one,
+        tk.Checkpointer(tmp_path / "y", asynchronous=False) as other,
+    ):
         for turn, state in enumerate(states * 2):
             (one if turn % 2 else other).save(turn, state)
             one.save(1000 + turn, state)
@@ -372,7 +382,7 @@ def test_a_state_that_changes_its_structure_is_planned_anew(tmp_path: Path) -> N
 
 def test_values_at_the_call_are_saved(tmp_path: Path) -> None:
     tensor = torch.zeros(5)
-    with tk.Checkpointer(tmp_path, options=SaveOptions(lanes=1)) as checkpointer:
+    with tk.Checkpointer(tmp_path, options=SaveOptions(lanes=1), asynchronous=False) as checkpointer:
         for step in range(3):
             tensor.fill_(step)
             checkpointer.save(step, {"t": tensor})
@@ -416,9 +426,13 @@ def test_a_root_on_another_file_system_than_the_temporary_directory_works(tmp_pa
     other = Path("/dev/shm")
     if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("no second file system to write to")
-    with tempfile.TemporaryDirectory(dir=other) as root, tk.Checkpointer(root, keep=1) as checkpointer:
+    with (
+        tempfile.TemporaryDirectory(dir=other) as root,
+        tk.Checkpointer(root, keep=1, asynchronous=False) as checkpointer,
+    ):
         for step in (1, 2):
             checkpointer.save(step, STATE)
             checkpointer.save(step, STATE, overwrite=True)
         assert_same(checkpointer.restore(), STATE)
+        checkpointer.close()
         assert os.listdir(root) == ["2"]

@@ -47,9 +47,9 @@ class FailingDisk(LocalDisk):
             self.failed = True
             raise OSError(self.code, os.strerror(self.code), str(path))
 
-    def create_image(self, path: Path, nbytes: int, *, direct: bool) -> ImageWriter:
+    def create_image(self, path: Path, nbytes: int, *, direct: bool, recycled: bool = False) -> ImageWriter:
         self.use(path)
-        image = super().create_image(path, nbytes, direct=direct)
+        image = super().create_image(path, nbytes, direct=direct, recycled=recycled)
         write, sync = image.write, image.sync
 
         def failing_write(offset: int, data: memoryview) -> None:
@@ -86,7 +86,7 @@ class FailingDisk(LocalDisk):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EACCES])
 def test_a_disk_that_fills_at_any_point_leaves_the_older_step_and_no_trace(code: int, tmp_path: Path) -> None:
-    with tk.Checkpointer(tmp_path) as checkpointer:
+    with tk.Checkpointer(tmp_path, asynchronous=False) as checkpointer:
         checkpointer.save(1, {"old": torch.ones(3)})
     for nth in range(100):
         disk = FailingDisk(nth, code)
@@ -243,7 +243,7 @@ def test_chunks_images_and_records_of_elsewhere_are_never_taken_for_ones_own(tmp
 
 
 def test_a_damaged_step_tells_what_still_holds(tmp_path: Path) -> None:
-    with tk.Checkpointer(tmp_path) as checkpointer:
+    with tk.Checkpointer(tmp_path, asynchronous=False) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, STATE)
         image = max(files_of(tmp_path / "2"), key=lambda p: p.stat().st_size)

@@ -89,7 +89,7 @@ def test_orbax_restores_into_a_target_of_its_own(tmp_path: Path) -> None:
 
 
 def test_an_orbax_manager_takes_a_root_for_its_own(tmp_path: Path) -> None:
-    with tk.Checkpointer(tmp_path / "run") as checkpointer:
+    with tk.Checkpointer(tmp_path / "run", asynchronous=False) as checkpointer:
         for step in (1, 20):
             checkpointer.save(step, {"w": torch.full((3,), float(step)), "step": step})
     with ocp.CheckpointManager(tmp_path / "run") as manager:
@@ -97,18 +97,18 @@ def test_an_orbax_manager_takes_a_root_for_its_own(tmp_path: Path) -> None:
         assert manager.latest_step() == 20
         check(manager.restore(1), {"w": torch.full((3,), 1.0), "step": 1})
         check(manager.restore(20, args=ocp.args.StandardRestore()), {"w": torch.full((3,), 20.0), "step": 20})
-    with tk.Checkpointer(tmp_path / "run") as checkpointer:  # and it left it as it was
+    with tk.Checkpointer(tmp_path / "run", asynchronous=False) as checkpointer:  # and it left it as it was
         assert checkpointer.steps() == [1, 20]
         assert checkpointer.restore()["step"] == 20
 
 
 def test_an_orbax_manager_saves_on_where_we_stopped(tmp_path: Path) -> None:
-    with tk.Checkpointer(tmp_path / "run") as checkpointer:
+    with tk.Checkpointer(tmp_path / "run", asynchronous=False) as checkpointer:
         checkpointer.save(1, {"w": torch.ones(3)})
     with ocp.CheckpointManager(tmp_path / "run") as manager:
         manager.save(2, args=ocp.args.StandardSave({"w": np.full(3, 2.0, np.float32)}))
         manager.wait_until_finished()
-    with tk.Checkpointer(tmp_path / "run") as checkpointer:
+    with tk.Checkpointer(tmp_path / "run", asynchronous=False) as checkpointer:
         assert_steps = checkpointer.steps()
         assert 1 in assert_steps
         assert checkpointer.restore(1)["w"].all()

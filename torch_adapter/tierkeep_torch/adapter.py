@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +17,9 @@ from . import place, stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    import numpy as np
 
     from tierkeep.leaf import Leaf, LeafSpec
     from tierkeep.tree import Tree
@@ -68,6 +74,10 @@ class TorchAdapter:
     def decode_value(self, tag: str, payload: Any) -> Any:
         if tag == "torch.device":
             return torch.device(payload)
+        if tag == "torch.save":  # an object that DCP's planner made bytes of
+            return _unpickled(payload)
+        if tag == "torch.save.ranks":
+            return [None if each is None else _unpickled(each) for each in payload]
         if tag in ("torch.dtype", "torch.layout", "torch.memory_format"):
             value = getattr(torch, str(payload), None)
             if type(value).__name__ != tag.removeprefix("torch."):
@@ -91,6 +101,22 @@ class TorchAdapter:
         if not isinstance(target, torch.Tensor) or target.layout in _SPARSE:
             return None
         return place.destination(target, stored)
+
+    def copies(self) -> Callable[[], AbstractContextManager[object]]:
+        return stage.copies()
+
+    def pin(self, memory: np.ndarray[Any, Any]) -> Callable[[], object] | None:
+        return stage.pin(memory)
+
+
+def _unpickled(payload: str) -> Any:
+    """What `torch.save` made, if it is of the kinds that torch calls safe. Raises ValueError saying which is not."""
+    try:
+        return torch.load(io.BytesIO(base64.b64decode(payload)), weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        raise ValueError(
+            f"an object that only torch.distributed.checkpoint.load restores, with tierkeep_torch.dcp.StorageReader: {error}"
+        ) from error
 
 
 def _fits(value: Any) -> Callable[[Tree], str | None] | None:

@@ -12,10 +12,12 @@ from tierkeep.restore.place import NOTHING
 from .adapter import TorchAdapter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
+
+    import torch
 
     from tierkeep.engine import SaveReport, VerifyReport
-    from tierkeep.options import RestoreOptions, SaveOptions
+    from tierkeep.options import MemoryOptions, RestoreOptions, SaveOptions
     from tierkeep.tiers.retain import Keep
 
 __all__ = ["Checkpointer", "load", "save", "verify"]
@@ -84,16 +86,49 @@ def verify(path: str | os.PathLike[str], *, options: RestoreOptions | None = Non
 
 
 class Checkpointer(core.Checkpointer):
-    """The steps of one PyTorch run. See `tierkeep.checkpointer.Checkpointer` for what holds.
+    """The steps of one PyTorch run. See `tierkeep.checkpointer.Checkpointer` for `save` and what holds.
 
-    `root` is created by the first save; `keep` is how many of the newest steps stay, or a `Keep`
-    that names them otherwise (None: all). After a save has left the rest durable, what it does not name is removed.
+    `root` is created by the first save; `keep` is how many of the newest steps stay, or a `Keep` that names them
+    otherwise (None: all). After a save has left the rest durable, what it does not name is removed. Saves go on in the
+    background unless `asynchronous` is False; steps that `disk_every` does not divide stay in this host's memory, which
+    `memory` has the settings of.
     """
 
     def __init__(
-        self, root: str | os.PathLike[str], *, keep: int | Keep | None = None, options: SaveOptions | None = None
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep: int | Keep | None = None,
+        options: SaveOptions | None = None,
+        memory: MemoryOptions | None = None,
+        asynchronous: bool = True,
+        disk_every: int = 1,
     ) -> None:
-        super().__init__(TorchAdapter(), root, keep=keep, options=options)
+        super().__init__(
+            TorchAdapter(),
+            root,
+            keep=keep,
+            options=options,
+            memory=memory,
+            asynchronous=asynchronous,
+            disk_every=disk_every,
+        )
+        self._hooks: list[Any] = []
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Has every `optimizer.step()` wait for the copies of deferred saves first, until the checkpointer is closed.
+
+        That is what makes `save(..., snapshot="deferred")` safe. What changes the state otherwise (a scheduler of buffers,
+        weights set by hand) must wait for the handle's `wait_staged()`; in-place operations that do not are found out, and
+        the save fails and names the leaf. What torch does not count as one is not seen: writes through numpy or `.data`,
+        the statistics of `batch_norm`, and those of a fused optimizer that is not attached.
+        """
+        self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.wait_staged()))
+
+    def close(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+        super().close()
 
     def restore(
         self,
@@ -120,9 +155,3 @@ class Checkpointer(core.Checkpointer):
             options=options,
             relaxations=relaxations,
         )
-
-    def save(
-        self, step: int, state: Any, *, overwrite: bool = False, metrics: Mapping[str, Any] | None = None
-    ) -> SaveReport:
-        """Saves `state` as `step`, as `save` does. After the call the step is visible and durable, whole."""
-        return super().save(step, state, overwrite=overwrite, metrics=metrics)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,7 +14,11 @@ import torch
 from tierkeep.format import dtypes
 from tierkeep.leaf import ArrayShard, Box, Leaf, Shard
 
-__all__ = ["TensorShard", "check_class", "check_kind", "dtype_name", "host_bits", "leaf", "mark"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
+
+__all__ = ["TensorShard", "check_class", "check_kind", "copies", "dtype_name", "host_bits", "leaf", "mark", "pin"]
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -28,7 +35,8 @@ class TensorShard:
 
     def copy(self, part: Box, out: np.ndarray[Any, Any]) -> None:
         source = self.tensor if part.shape == self.box.shape else self.tensor[part.slices()]
-        torch.from_numpy(out.view(_numpy_int(out.dtype.itemsize))).copy_(source)
+        overlapped = getattr(_local, "overlapped", False)  # then `copies` waits for it
+        torch.from_numpy(out.view(_numpy_int(out.dtype.itemsize))).copy_(source, non_blocking=overlapped)
 
 
 def leaf(tensor: torch.Tensor) -> Leaf:
@@ -46,7 +54,8 @@ def leaf(tensor: torch.Tensor) -> Leaf:
         return _uncommon_leaf(tensor)
     shape = array.shape
     tie = (data.data_ptr(), dtype.name, shape, array.strides) if array.size else None
-    return Leaf("array", dtype.name, shape, (ArrayShard(Box.whole(shape), array),), tie, mark(tensor))
+    shards = (ArrayShard(Box.whole(shape), array),)
+    return Leaf("array", dtype.name, shape, shards, tie, mark(tensor), changed=_watch(data))
 
 
 def _uncommon_leaf(tensor: torch.Tensor) -> Leaf:
@@ -60,7 +69,64 @@ def _uncommon_leaf(tensor: torch.Tensor) -> Leaf:
     else:
         shard = TensorShard(box, data.view(_INTS[dtype.itemsize]))
     tie = (data.data_ptr(), dtype.name, box.shape, data.stride(), data.device) if data.numel() else None
-    return Leaf("array", dtype.name, box.shape, (shard,), tie, mark(tensor))
+    return Leaf("array", dtype.name, box.shape, (shard,), tie, mark(tensor), changed=_watch(tensor))
+
+
+def _watch(tensor: torch.Tensor) -> Callable[[], str | None] | None:
+    """Tells whether an operation of torch's changed the tensor in place since; writes past torch are not seen."""
+    if tensor.is_inference():  # it keeps no count
+        return None
+    return functools.partial(_changed, tensor, tensor._version)
+
+
+def _changed(tensor: torch.Tensor, version: int) -> str | None:
+    return None if tensor._version == version else "was changed in place"
+
+
+def copies() -> Callable[[], AbstractContextManager[object]]:
+    """Copies run on a side stream of each CUDA device, after what the current streams have under way now."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return contextlib.nullcontext
+    ready = {number: torch.cuda.current_stream(number).record_event() for number in range(torch.cuda.device_count())}
+    return functools.partial(_side_streams, ready)
+
+
+_local = threading.local()
+_streams: dict[tuple[int, int], torch.cuda.Stream] = {}  # by device and thread
+
+
+@contextlib.contextmanager
+def _side_streams(ready: Mapping[int, torch.cuda.Event]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        used = []
+        for number, event in ready.items():
+            key = number, threading.get_ident()
+            stream = _streams.get(key)
+            if stream is None:
+                if len(_streams) > 64:  # threads come and go
+                    _streams.clear()
+                stream = _streams[key] = torch.cuda.Stream(number)
+            stream.wait_event(event)
+            stack.enter_context(torch.cuda.stream(stream))
+            used.append(stream)
+        _local.overlapped = True
+        try:
+            yield
+        finally:
+            _local.overlapped = False
+            for stream in used:  # also after an error: the image is somebody else's next
+                stream.synchronize()
+
+
+def pin(memory: np.ndarray[Any, Any]) -> Callable[[], object] | None:
+    """Registers memory with CUDA as page-locked, once; None where there is no CUDA or it refuses."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return None
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call,unused-ignore]
+    address = memory.__array_interface__["data"][0]
+    if int(runtime.cudaHostRegister(address, memory.nbytes, 0)):
+        return None
+    return functools.partial(runtime.cudaHostUnregister, address)
 
 
 def mark(tensor: torch.Tensor) -> str | None:

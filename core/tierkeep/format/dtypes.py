@@ -6,6 +6,7 @@ logical name stands in our own record, so tierkeep gives the dtype back and stoc
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +84,7 @@ def numpy_dtype(name: str) -> np.dtype[Any] | None:
         return None
 
 
+@functools.lru_cache(256)
 def dtype_of_numpy(dtype: np.dtype[Any]) -> Dtype | None:
     """The logical dtype of a numpy dtype, None for those that cannot be kept (object, datetime, strings, structs)."""
     found = _TABLE.get(dtype.name)

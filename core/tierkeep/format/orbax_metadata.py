@@ -6,6 +6,7 @@ They carry the poorer view that Orbax knows: string keys, lists for tuples, dict
 from __future__ import annotations
 
 import base64
+import json
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,11 +26,14 @@ __all__ = [
     "SHARDING",
     "STRINGS",
     "array_metadatas",
+    "as_json",
     "checkpoint_metadata",
     "metadata",
+    "read_begun",
     "read_metrics",
     "shardings",
     "strings",
+    "with_custom",
 ]
 
 METADATA = "_METADATA"
@@ -61,6 +65,17 @@ def metadata(tree: Tree, leaves: Sequence[Leaf]) -> bytes:
             "custom_metadata": None,
         }
     )
+
+
+def with_custom(document: bytes, value: Any) -> bytes:
+    """A `_METADATA` with a user's own metadata in it. Raises TypeError or ValueError for what JSON does not hold."""
+    fields: dict[str, msgspec.Raw] = msgspec.json.decode(document, type=dict[str, msgspec.Raw])
+    return msgspec.json.encode(fields | {"custom_metadata": msgspec.Raw(as_json(value))})
+
+
+def as_json(value: Any) -> bytes:
+    """Raises TypeError or ValueError for what JSON does not hold: objects, NaN."""
+    return json.dumps(value, allow_nan=False).encode()
 
 
 def _value_metadata(node: Tree, leaves: Sequence[Leaf]) -> dict[str, Any]:
@@ -133,3 +148,12 @@ def read_metrics(data: bytes) -> Mapping[str, Any]:
     if not isinstance(metrics, dict):
         raise ValueError("no metrics")
     return metrics
+
+
+def read_begun(data: bytes) -> int:
+    """When the save of a step began (ns), of its `_CHECKPOINT_METADATA`. Raises ValueError if it does not say."""
+    raw = msgspec.json.decode(data)
+    begun = raw.get("init_timestamp_nsecs") if isinstance(raw, dict) else None
+    if not isinstance(begun, int):
+        raise ValueError("no time")
+    return begun

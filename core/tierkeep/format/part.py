@@ -105,6 +105,8 @@ class Whole:
     """Directory, size and crc32c of each part's record."""
     text_keys: bool = False
     """Keys are kept with their types."""
+    empty_kept: bool = True
+    """Empty containers are kept."""
     files: tuple[tuple[str, int, str], ...] = ()
     """Name, size and digest of the item's other files, which only stock readers need."""
 

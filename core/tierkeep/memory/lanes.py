@@ -78,7 +78,12 @@ def run_lanes(lanes: int, jobs: Iterable[int], job: Callable[[int, int], None]) 
     for thread in threads:
         with contextlib.suppress(RuntimeError):  # it was not even started
             thread.join()
-    if interrupt is not None:
-        raise interrupt
-    if errors:
-        raise errors[0]
+    # Not left in the frame, which is in its traceback: what the jobs worked on would live until the collector comes by.
+    try:
+        if interrupt is not None:
+            raise interrupt
+        if errors:
+            raise errors[0]
+    finally:
+        interrupt = None
+        errors.clear()

@@ -27,7 +27,7 @@ __all__ = ["find_item", "open_source"]
 _ZARR = ("zarr.json", ".zarray", ".zgroup", MANIFEST)
 _LOOKED_FOR = (
     f"a checkpoint directory ({WHOLE}, or Orbax's {METADATA}) in it and in {ITEM}/, zarr arrays or an OCDBT database, "
-    "a .safetensors file or index, a torch.save file"
+    "torch.distributed.checkpoint's .metadata, a .safetensors file or index, a torch.save file"
 )
 _DIRECTORIES = 200
 _PROCESS = re.compile(r"ocdbt\.process_\d+\Z")
@@ -79,7 +79,7 @@ def _open_directory(disk: LocalDisk, path: Path, direct: bool, holds: str, stack
         return Stored(stack.enter_context(open_checkpoint(disk, item, direct=direct, holds=holds)))
     _refuse_half_of_ours(disk, item or path, holds)
     # Only needed for what others wrote: opening our own takes neither the time nor the memory of TensorStore.
-    from .foreign import orbax, safetensors
+    from .foreign import dcp, orbax, safetensors
 
     if item is not None:
         return orbax.open_orbax(disk, item, holds)
@@ -97,8 +97,8 @@ def _open_directory(disk: LocalDisk, path: Path, direct: bool, holds: str, stack
         found = orbax.open_zarr(disk, path, holds)
         if found is not None:
             return found
-    if ".metadata" in names:
-        raise UnsupportedFormatError(str(path), "a torch.distributed.checkpoint directory", "its own and Orbax's")
+    if any(map(dcp.is_metadata, names)):
+        return dcp.open_dcp(disk, path, names, direct=direct, holds=holds)
     if indexes or tensors:
         several = ", ".join((indexes or tensors)[:8])
         raise CheckpointNotFoundError(str(path), f"one file or index, but it holds {several}: name one", holds)

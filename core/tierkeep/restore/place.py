@@ -19,8 +19,21 @@ import numpy as np
 from ..adapter import Adapter, Branch, Destination, Region, Sink, Stateful, children_of
 from ..errors import InvalidStateError, MismatchError
 from ..leaf import Box, LeafSpec
-from ..tree import NamedMapping, Node, Tree, Value, decode_key, decode_value, is_sequence, join, rebuild, walk
+from ..tree import (
+    NamedMapping,
+    Node,
+    Tree,
+    Value,
+    decode_key,
+    decode_value,
+    encode_key,
+    is_sequence,
+    join,
+    rebuild,
+    walk,
+)
 from .arrays import allocate_numpy, numpy_destination
+from .source import Unread
 
 if TYPE_CHECKING:
     from ..format.part import LeafRecord
@@ -78,6 +91,8 @@ def place(
     dry_run: bool,
 ) -> Placement:
     """Matches `whole` with `target` (NOTHING for none); with `keys`, only the leaves that a pattern selects.
+
+    Without a target, `device` is where the framework's own arrays go, or says so for each leaf's name.
 
     Raises InvalidStateError if a pattern selects nothing. Differences are collected, not raised.
     """
@@ -223,7 +238,8 @@ class _Placer:
         else:
             own = record.spec.kind == "array"
             try:
-                destination = self.adapter.allocate(record.spec, self.device) if own else allocate_numpy(record.spec)
+                device = self.device(record.name) if callable(self.device) else self.device
+                destination = self.adapter.allocate(record.spec, device) if own else allocate_numpy(record.spec)
             except TypeError as error:
                 raise InvalidStateError(
                     f"leaf {record.name!r}: {error}; name the leaves to restore with keys=, or restore this one "
@@ -235,6 +251,8 @@ class _Placer:
 
     def value(self, value: Value, path: Sequence[Any]) -> Finish:
         raw = self.whole.values[value.number]
+        if isinstance(raw, Unread):
+            raise raw.error
         if isinstance(raw, dict) and set(raw) == {"t", "v"}:
             if raw["t"] == "pickle":
                 if not self.options.pickle:
@@ -274,6 +292,8 @@ class _Placer:
     # With a target
 
     def match(self, target: Any, tree: Tree, path: tuple[Any, ...]) -> Finish:
+        if isinstance(tree, Value) and isinstance(self.whole.values[tree.number], Unread):
+            return self.value(tree, path)  # raises
         stored = self.whole.leaves[tree].spec if type(tree) is int else None
         try:
             destination = self.destination(target, stored)
@@ -332,8 +352,32 @@ class _Placer:
         if refused is not None:
             self.placement.structure.append(f"{join(path)}: {refused}")
             return lambda: target
-        inner = self.match(stateful.state, tree, path) if stateful.in_place else self.build(tree, path)
-        return self.loaded(target, inner, load)
+        if stateful.in_place:
+            return self.loaded(target, self.match(stateful.state, tree, path), load)
+        return self.loaded(target, self.build(self.as_owned(tree, stateful.state), path), load)
+
+    def as_owned(self, tree: Tree, state: Any) -> Tree:
+        """The structure with keys as an object of this state has them, where only their text is known, and with the
+        empty containers that it has, where the checkpoint keeps none: an optimizer numbers its parameters, and one that
+        has not begun has no state.
+        """
+        if not self.whole.text_keys or not isinstance(tree, Node):
+            return tree
+        if is_sequence(tree.kind):
+            owned = list(state) if isinstance(state, list | tuple) else []
+            owned += [None] * (len(tree.children) - len(owned))
+            return tree._replace(children=tuple(map(self.as_owned, tree.children, owned)))
+        own = state if isinstance(state, Mapping) else {}
+        keys = [decode_key(key) for key in tree.keys]
+        if keys and not any(key in own for key in keys) and all(map(_is_number, keys)):
+            keys = [int(key) for key in keys]
+        children = [self.as_owned(child, own.get(key)) for key, child in zip(keys, tree.children, strict=True)]
+        if not self.whole.empty_kept:
+            for key, value in own.items():
+                if type(key) in (str, int) and key not in keys and isinstance(value, dict | list):
+                    keys.append(key)
+                    children.append(Node("dict" if isinstance(value, dict) else "list", None, (), ()))
+        return tree._replace(keys=tuple(map(encode_key, keys)), children=tuple(children))
 
     def match_loaded(self, target: Any, branch: Branch, tree: Tree, path: tuple[Any, ...]) -> Finish:
         """A target that takes its parts as a whole: of the same kind and name, its arrays of the same dtypes."""
@@ -405,7 +449,7 @@ class _Placer:
             if key in saved:
                 children.append((step, self.match(child, saved[key], (*path, step))))
             else:
-                if self.selected is None:
+                if self.selected is None and (self.whole.empty_kept or not self.is_empty(child)):
                     self.placement.missing += self.names_below(child, (*path, step))
                 children.append((step, lambda child=child: child))  # type: ignore[misc]
         for step, child_tree in saved.items():
@@ -447,6 +491,14 @@ class _Placer:
                 return False  # its class comes from the target, so the two are matched part by part
         return True
 
+    def is_empty(self, value: Any) -> bool:
+        """A container without anything in it, however deep."""
+        try:
+            branch = children_of(value, self.adapter)
+        except (TypeError, ValueError):
+            return False
+        return isinstance(branch, Branch) and branch.load is None and all(map(self.is_empty, branch.children))
+
     def is_array(self, number: int) -> bool:
         return self.whole.leaves[number].spec.kind in ("array", "ndarray")
 
@@ -458,6 +510,10 @@ class _Placer:
             what = "an array" if self.is_array(tree) else "a number"
             return f"{what} ({spec.dtype} {spec.shape}) in the checkpoint"
         return "a plain value in the checkpoint" if isinstance(tree, Value) else f"a {tree.kind} in the checkpoint"  # type: ignore[union-attr]
+
+
+def _is_number(key: Any) -> bool:
+    return isinstance(key, str) and key.isdecimal() and len(key) < 19 and str(int(key)) == key
 
 
 def _kind(target: Any) -> str:

@@ -15,12 +15,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ..adapter import Sink
+    from ..errors import TierkeepError
     from ..format.part import LeafRecord
     from ..leaf import Box
     from ..tree import Tree
     from .opened import Opened
 
-__all__ = ["Contents", "Source", "Stored"]
+__all__ = ["Contents", "Source", "Stored", "Unread"]
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """Stands among a source's values for one that it cannot give: whoever asks for it gets the error, the rest is read."""
+
+    error: TierkeepError
 
 
 class Contents(Protocol):
@@ -33,11 +41,16 @@ class Contents(Protocol):
     def leaves(self) -> tuple[LeafRecord, ...]: ...
 
     @property
-    def values(self) -> tuple[Any, ...]: ...
+    def values(self) -> tuple[Any, ...]:
+        """Plain values as JSON, or `Unread`."""
 
     @property
     def text_keys(self) -> bool:
         """Whether keys are only known as text, so that a target's key 0 and "0" are the same."""
+
+    @property
+    def empty_kept(self) -> bool:
+        """Whether empty containers are kept; if not, one that the checkpoint lacks is taken for empty."""
 
 
 class Source(Protocol):

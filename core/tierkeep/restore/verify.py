@@ -13,14 +13,14 @@ from ..memory.buffers import Buffers
 from ..memory.lanes import Turns, run_lanes
 from ..options import MIB, PAGE
 from .opened import read_checked
-from .source import Stored
+from .source import Stored, Unread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import numpy as np
 
-    from ..format.part import Part
+    from ..format.part import ChunkRecord, Part
     from ..tiers.local_disk import LocalDisk
     from .opened import Opened
     from .source import Source
@@ -67,7 +67,18 @@ def verify_source(disk: LocalDisk, source: Source, buffers: Buffers, lanes: int,
     wants = [
         (number, Box.whole(leaf.spec.shape)) for number, leaf in enumerate(leaves) if leaf.tie is None and leaf.nbytes
     ]
-    source.read(wants, [_nowhere] * len(wants), buffers, lanes, holds)
+    findings = [
+        finding
+        for value in source.contents.values
+        if isinstance(value, Unread) and isinstance(value.error, CorruptCheckpointError)
+        for finding in value.error.findings
+    ]
+    try:
+        source.read(wants, [_nowhere] * len(wants), buffers, lanes, holds)
+    except CorruptCheckpointError as error:
+        findings += error.findings
+    if findings:
+        raise CorruptCheckpointError(str(source.path), findings, holds)
     nbytes = sum(leaves[number].nbytes for number, _ in wants)
     return VerifyReport(str(source.path), nbytes, len(leaves), "foreign")
 
@@ -145,9 +156,13 @@ def _agrees(part: Part, span: _Span, data: np.ndarray[Any, np.dtype[np.uint8]]) 
 def _spans(whole: Whole, part: Part, image: str, findings: list[str]) -> Iterator[_Span]:
     """The whole image as spans, in order, none longer than a block."""
     cursor = 0
+    last: tuple[int, ChunkRecord] | None = None
     for (leaf, number), chunk in sorted(part.chunks.items(), key=lambda item: item[1].offset):
         nbytes = whole.leaves[leaf].chunk_nbytes
         end = chunk.offset + nbytes
+        if (nbytes, chunk) == last:  # a tie of one rank of several
+            continue
+        last = nbytes, chunk
         if chunk.offset < cursor or end + _CRC_NBYTES > part.image_nbytes:
             findings.append(f"leaf {whole.leaves[leaf].name!r}, chunk {number}: {image} has no room for it")
             continue

@@ -10,24 +10,31 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import secrets
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from .. import __version__
-from ..errors import CheckpointExistsError, StorageError
+from ..errors import CheckpointExistsError, InvalidStateError, StorageError
 from ..format import orbax_metadata
+from ..format.checksum import unseal
 from ..format.ocdbt import DataFile, Index
 from ..format.part import PART, WHOLE, digests, encode_part, encode_whole
-from ..step import doomed, leftover, replaced, temporary
+from ..step import ITEM, doomed, leftover, replaced, temporary
+from .recycle import remove_quietly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from ..format.ocdbt import IndexTemplate
     from ..tiers.local_disk import DirLock, LocalDisk
     from .plan import SavePlan
+    from .recycle import Recycler
 
 __all__ = [
     "DATA",
@@ -37,12 +44,14 @@ __all__ = [
     "commit_part",
     "commit_whole",
     "is_checkpoint",
+    "part_name",
     "publish",
     "retire",
     "sweep",
 ]
 
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
+_NO_IMAGE = "0" * 32  # for a part without bytes, of which no index names anything
 MANIFEST = "manifest.ocdbt"
 DATA = "d"
 
@@ -63,17 +72,13 @@ class Draft:
     """Held as long as the draft is being made, so that nobody takes it for a leftover; None without locks here."""
 
     @classmethod
-    def start(cls, disk: LocalDisk, final: Path, item: str | None, rank: int) -> Draft:
-        """Makes the directories of a draft of `final`, beside it."""
+    def start(
+        cls, disk: LocalDisk, final: Path, item: str | None, rank: int, identity: tuple[str, str, int] | None = None
+    ) -> Draft:
+        """Makes the directories of a draft of `final`, beside it; `identity` is its `save_id`, `image` and `begun_ns`."""
         path, lock = _own_directory(disk, final)
-        draft = cls(
-            path,
-            path if item is None else path / item,
-            secrets.token_hex(16),
-            secrets.token_hex(16),
-            time.time_ns(),
-            lock,
-        )
+        identity = identity or (secrets.token_hex(16), secrets.token_hex(16), time.time_ns())
+        draft = cls(path, path if item is None else path / item, *identity, lock)
         try:
             if item is not None:
                 disk.make_dir(draft.item)
@@ -84,6 +89,11 @@ class Draft:
             draft.end(disk)
             raise
         return draft
+
+    @classmethod
+    def within(cls, item: Path, identity: tuple[str, str, int]) -> Draft:
+        """A draft of an item in a directory that somebody else makes visible, and removes if it fails."""
+        return cls(item, item, *identity, None)
 
     def end(self, disk: LocalDisk) -> None:
         """Lets go of the draft, published or not; what was not is removed, now or by a later `sweep`."""
@@ -131,7 +141,7 @@ def commit_part(
     Returns the part's record. After the call everything below the part's directory is durable.
     """
     path = draft.part_path(rank)
-    index = _write_index(disk, path, plan, [DataFile("", f"{DATA}/{draft.image}")], draft.begun_ns)
+    index = _write_index(disk, path, plan.index, [DataFile("", f"{DATA}/{draft.image}")], draft.begun_ns)
     record = encode_part(
         save_id=draft.save_id,
         digest=plan.digest,
@@ -139,8 +149,8 @@ def commit_part(
         world=world,
         image=draft.image if plan.image_nbytes else "",
         image_nbytes=plan.image_nbytes,
-        layout=plan.layout,
-        crcs=crcs,
+        layout=msgspec.Raw(plan.layout),
+        crcs=[*crcs, *(crcs[extent] for _, _, extent in plan.aliases)],
         files=digests(index),
     )
     disk.write_file(path / PART, record)
@@ -151,10 +161,17 @@ def commit_part(
 
 
 def commit_whole(disk: LocalDisk, draft: Draft, plan: SavePlan, values: list[Any], parts: Sequence[bytes]) -> None:
-    """Writes the merged index, Orbax's files and our record. After the call all of the item is durable, not visible."""
+    """Writes the merged index, Orbax's files and our record. After the call all of the item is durable, not visible.
+
+    `parts` are the parts' records, by rank. Raises InvalidStateError if they are not of one save.
+    """
     item = draft.item
-    files = [DataFile(f"{part_name(0)}/", f"{DATA}/{draft.image}")]
-    others = _write_index(disk, item, plan, files, draft.begun_ns) | dict(plan.orbax)
+    if len(parts) == 1:
+        index, images = plan.index, [draft.image or unseal(parts[0])["image"] or _NO_IMAGE]
+    else:
+        index, images = _merge(draft, plan, parts)
+    files = [DataFile(f"{part_name(rank)}/", f"{DATA}/{image}") for rank, image in enumerate(images)]
+    others = _write_index(disk, item, index, files, draft.begun_ns) | dict(plan.orbax)
     for name, data in plan.orbax:
         path = item / name
         if path.parent != item:
@@ -169,7 +186,7 @@ def commit_whole(disk: LocalDisk, draft: Draft, plan: SavePlan, values: list[Any
         writer=f"tierkeep {__version__}",
         save_id=draft.save_id,
         digest=plan.digest,
-        structure=plan.structure,
+        structure=msgspec.Raw(plan.structure),
         values=values,
         parts=[(part_name(rank), part) for rank, part in enumerate(parts)],
         files=digests(others),
@@ -180,7 +197,39 @@ def commit_whole(disk: LocalDisk, draft: Draft, plan: SavePlan, values: list[Any
     _commit_manifest(disk, item)
 
 
-def publish(disk: LocalDisk, draft: Draft, final: Path, *, metrics: Mapping[str, Any] | None, overwrite: bool) -> None:
+def _merge(draft: Draft, plan: SavePlan, parts: Sequence[bytes]) -> tuple[IndexTemplate, list[str]]:
+    """The index over all parts, and the names of their images."""
+    found = [unseal(part) for part in parts]
+    for rank, part in enumerate(found):
+        if part["save_id"] != draft.save_id:
+            raise InvalidStateError(
+                f"rank {rank}'s part of {draft.item} is of another save; the checkpoint is not committed"
+            )
+        if part["digest"] != plan.digest:
+            raise InvalidStateError(
+                f"rank {rank} saved a state of another structure than rank 0 did (other keys, kinds, shapes, dtypes or "
+                f"ties) in {draft.item}; the checkpoint is not committed"
+            )
+    held = [len(part["layout"]["leaf"]) for part in found]
+    chunks = {pair for part in found for pair in zip(part["layout"]["leaf"], part["layout"]["number"], strict=True)}
+    wanted = sum(math.prod(leaf.grid) for leaf in plan.leaves if leaf.tie is None)
+    if len(chunks) != wanted or sum(held) != wanted:
+        raise InvalidStateError(
+            f"the ranks saved {sum(held)} chunks, {len(chunks)} of them different, where {wanted} make up the state; "
+            f"{draft.item} is not committed"
+        )
+    return plan.merged_index([part["layout"] for part in found]), [part["image"] or _NO_IMAGE for part in found]
+
+
+def publish(
+    disk: LocalDisk,
+    draft: Draft,
+    final: Path,
+    *,
+    metrics: Mapping[str, Any] | None,
+    overwrite: bool,
+    recycler: Recycler | None = None,
+) -> None:
     """Makes the draft visible as `final` by one rename, durably. `metrics` (not None for a step) go beside the item.
 
     With `overwrite`, what stood there stays whole and visible until the new checkpoint is, and is then removed. Raises
@@ -195,7 +244,7 @@ def publish(disk: LocalDisk, draft: Draft, final: Path, *, metrics: Mapping[str,
             raise CheckpointExistsError(str(final))
         if not is_checkpoint(disk, final):
             raise CheckpointExistsError(str(final), "it is not a checkpoint, so it is not overwritten")
-        _swap(disk, draft.path, final)
+        _swap(disk, draft.path, final, recycler)
         return
     if not disk.rename_new(draft.path, final):
         raise CheckpointExistsError(str(final))
@@ -208,15 +257,31 @@ def is_checkpoint(disk: LocalDisk, path: Path) -> bool:
     return any(disk.exists(path / name) for name in names)
 
 
-def retire(disk: LocalDisk, path: Path) -> None:
-    """Makes a checkpoint invisible by one rename, durably, then removes it."""
+def retire(disk: LocalDisk, path: Path, recycler: Recycler | None = None) -> None:
+    """Makes a checkpoint invisible by one rename, durably, then removes it, or leaves it to a recycler."""
     trash = doomed(path)
     disk.rename(path, trash)
     disk.sync_dir(path.parent)
-    _remove_old(disk, trash)
+    _discard(disk, trash, recycler)
 
 
-def _swap(disk: LocalDisk, new: Path, final: Path) -> None:
+def _discard(disk: LocalDisk, trash: Path, recycler: Recycler | None) -> None:
+    """Removes what was made invisible durably, or leaves it to a recycler."""
+    if recycler is None:
+        remove_quietly(disk, trash)
+        return
+    images: list[Path] = []
+    with contextlib.suppress(OSError):
+        for item in (trash, trash / ITEM):
+            directory = item / part_name(0) / DATA
+            # Where a link leads to is another's, and not overwritten.
+            if disk.exists(directory) and disk.is_below(directory, trash.parent):
+                # The nodes of the index lie beside the image, and are small.
+                images = sorted((directory / entry.name for entry in disk.list_dir(directory)), key=disk.size)[-1:]
+    recycler.discard(trash, images)
+
+
+def _swap(disk: LocalDisk, new: Path, final: Path, recycler: Recycler | None) -> None:
     trash = doomed(final)
     if disk.exchange(new, final):
         old = new
@@ -224,7 +289,7 @@ def _swap(disk: LocalDisk, new: Path, final: Path) -> None:
             disk.rename(new, trash)
             old = trash
         _sync_visible(disk, final)
-        _remove_old(disk, old)
+        _discard(disk, old, recycler if old is trash else None)
         return
     # No atomic exchange on this file system: for the moment between two renames nothing stands at `final`.
     # Its name says that it is to come back if the second does not happen: see `sweep`.
@@ -238,7 +303,7 @@ def _swap(disk: LocalDisk, new: Path, final: Path) -> None:
     _sync_visible(disk, final)
     with contextlib.suppress(OSError):  # half removed, it must not have the name of what is to come back
         disk.rename(old, trash)
-        _remove_old(disk, trash)
+        remove_quietly(disk, trash)
 
 
 def _sync_visible(disk: LocalDisk, final: Path) -> None:
@@ -249,8 +314,10 @@ def _sync_visible(disk: LocalDisk, final: Path) -> None:
         raise StorageError(f"making {final} durable", error, holds) from error
 
 
-def sweep(disk: LocalDisk, directory: Path, *, mine: Callable[[str], bool]) -> None:
+def sweep(disk: LocalDisk, directory: Path, *, mine: Callable[[str], bool], but: Path | None = None) -> None:
     """Removes what dead writers left in `directory`; `mine` says which names' leftovers are to be looked at.
+
+    `but` is the one that a recycler of this process keeps.
 
     A draft that a living process works on is left alone. A checkpoint that was being replaced, without anything having
     come to its place, comes back. Whatever cannot be removed stays for the next time; nothing visible is touched.
@@ -260,6 +327,8 @@ def sweep(disk: LocalDisk, directory: Path, *, mine: Callable[[str], bool]) -> N
     trash: list[Path] = []
     for name, final, state in found:
         path = directory / name
+        if path == but:
+            continue
         with contextlib.suppress(OSError):
             if state == "old" and not (disk.exists(path) and disk.exists(directory / final)):
                 continue  # it was brought back, or could not be
@@ -281,7 +350,7 @@ def sweep(disk: LocalDisk, directory: Path, *, mine: Callable[[str], bool]) -> N
         # under its own name with half of its files.
         disk.sync_dir(directory)
         for path in trash:
-            _remove_old(disk, path)
+            remove_quietly(disk, path)
 
 
 def bring_back(disk: LocalDisk, directory: Path, *, mine: Callable[[str], bool]) -> None:
@@ -316,18 +385,12 @@ def _leftovers(disk: LocalDisk, directory: Path, mine: Callable[[str], bool]) ->
     return [each for each in found if mine(each[1])]
 
 
-def _remove_old(disk: LocalDisk, old: Path) -> None:
-    """Removes what nobody sees any more. A failure here is no failure of the save: the name is ours to sweep later."""
-    with contextlib.suppress(OSError):
-        disk.remove_tree(old)
-
-
 def _write_index(
-    disk: LocalDisk, path: Path, plan: SavePlan, files: Sequence[DataFile], now_ns: int
+    disk: LocalDisk, path: Path, template: IndexTemplate, files: Sequence[DataFile], now_ns: int
 ) -> dict[str, bytes]:
     """Its files by name, the manifest as it is called once it is committed."""
     nodes = f"{DATA}/{secrets.token_hex(16)}"
-    index: Index = plan.index.render(files, nodes, uuid=secrets.token_bytes(16), commit_ns=now_ns)
+    index: Index = template.render(files, nodes, uuid=secrets.token_bytes(16), commit_ns=now_ns)
     if index.nodes:
         disk.write_file(path / nodes, index.nodes)
     disk.write_file(path / f"{MANIFEST}.tmp", index.manifest)

@@ -25,7 +25,14 @@ __all__ = ["write_image"]
 
 
 def write_image(
-    disk: LocalDisk, path: Path, plan: SavePlan, leaves: Sequence[Leaf], buffers: Buffers, options: SaveOptions
+    disk: LocalDisk,
+    path: Path,
+    plan: SavePlan,
+    leaves: Sequence[Leaf],
+    buffers: Buffers,
+    options: SaveOptions,
+    *,
+    recycled: bool,
 ) -> list[list[int]]:
     """Writes and syncs the image of `leaves` at `path`, and returns the running checksums of every extent.
 
@@ -33,7 +40,7 @@ def write_image(
     left behind for whoever owns the directory. The leaves are not referred to afterwards.
     """
     crcs: list[list[int]] = [[] for _ in plan.extents]
-    image = disk.create_image(path, plan.image_nbytes, direct=options.direct)
+    image = disk.create_image(path, plan.image_nbytes, direct=options.direct, recycled=recycled)
     turns = Turns()
     try:
 

@@ -1,9 +1,10 @@
 """What a power loss may leave: the states of a disk that a recorded run can end in.
 
 What counts as durable: the bytes of a file once that file is synced, an entry of a directory (made, renamed, exchanged,
-removed) once that directory is. What was not synced may be there or not, bytes also in part. Entries of one directory
-are lost last first, those of several directories in any mix: a file system with one ordered journal promises more, but
-not all do. After the model of ALICE (Pillai et al., 2014) and the crash tests of SQLite.
+removed) once that directory is: a rename from one directory to another is two changes, each durable with its own. What
+was not synced may be there or not, bytes also in part. Entries of one directory are lost last first, those of several
+directories in any mix: a file system with one ordered journal promises more, but not all do. After the model of ALICE
+(Pillai et al., 2014) and the crash tests of SQLite.
 """
 
 from __future__ import annotations
@@ -194,10 +195,16 @@ def aftermath(start: Tree, journal: Sequence[Operation], loss: Loss) -> Tree:
             directories = {directory for directory, _ in op.places}
             for directory in directories:
                 seen[directory] = seen.get(directory, 0) + 1
-            if closed & directories or any(seen[d] > loss.entries.get(d, 0) for d in directories):
-                closed |= directories  # what came later in the same directory builds upon it
-            else:
+            lost = {d for d in directories if d in closed or seen[d] > loss.entries.get(d, 0)}
+            closed |= lost  # what came later in the same directory builds upon it
+            if not lost:
                 tree.apply(op)
+            elif lost != directories:  # a rename from one directory to another
+                (old, name), (new, other) = op.places
+                if old in lost:
+                    tree.dirs[new][other] = op.inode
+                else:
+                    del tree.dirs[old][name]
             if op.kind == "mkdir":  # it exists, whether an entry leads to it or not
                 tree.dirs.setdefault(op.inode, {})
     chance = random.Random(loss.seed)

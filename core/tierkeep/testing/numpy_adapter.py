@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from ..restore.arrays import allocate_numpy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    import numpy as np
 
     from ..adapter import Branch, Destination, Stateful
     from ..leaf import Leaf, LeafSpec
@@ -38,4 +42,10 @@ class NumpyAdapter:
         return allocate_numpy(spec._replace(kind="ndarray"))
 
     def destination(self, target: Any, stored: LeafSpec) -> Destination | None:
+        return None
+
+    def copies(self) -> Callable[[], AbstractContextManager[object]]:
+        return contextlib.nullcontext
+
+    def pin(self, memory: np.ndarray[Any, Any]) -> Callable[[], object] | None:
         return None

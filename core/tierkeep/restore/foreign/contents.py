@@ -26,6 +26,7 @@ class ForeignContents:
     leaves: tuple[LeafRecord, ...]
     values: tuple[Any, ...] = ()
     text_keys: bool = False
+    empty_kept: bool = True
 
 
 def record_of(name: str, spec: LeafSpec, tie: int | None = None) -> LeafRecord:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ...format.part import LeafRecord
     from ...tiers.local_disk import LocalDisk
 
-__all__ = ["INDEX_SUFFIX", "SUFFIX", "is_safetensors", "open_safetensors"]
+__all__ = ["INDEX_SUFFIX", "SUFFIX", "is_safetensors", "open_safetensors", "parse_header"]
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -107,10 +107,16 @@ def _tensors(disk: LocalDisk, path: Path, nbytes: int) -> Iterator[tuple[str, Le
     length = int.from_bytes(head, "little")
     if len(head) < 8 or not 2 <= length <= min(_HEADER_LIMIT, nbytes - 8):
         raise ValueError(f"{path.name}: a header of {length} bytes in a file of {nbytes}")
-    header = msgspec.json.decode(disk.read_head(path, 8 + length)[8:])
+    data = 8 + length
+    for name, spec, begin in parse_header(disk.read_head(path, data)[8:], nbytes - data, path):
+        yield name, spec, data + begin
+
+
+def parse_header(text: bytes, nbytes: int, path: Path) -> Iterator[tuple[str, LeafSpec, int]]:
+    """Name, dtype, shape and place of every tensor among the `nbytes` after a header. Raises ValueError."""
+    header = msgspec.json.decode(text)
     if not isinstance(header, dict):
         raise ValueError(f"{path.name}: the header is not an object")
-    data = 8 + length
     places: list[tuple[int, int, str]] = []
     for name, raw in header.items():
         if name == "__metadata__":
@@ -118,12 +124,10 @@ def _tensors(disk: LocalDisk, path: Path, nbytes: int) -> Iterator[tuple[str, Le
         dtype, shape, begin, end = _entry(path, name, raw)
         record = record_of(name, LeafSpec("array", dtype, shape))
         expected = math.prod(shape) * record.itemsize
-        if not 0 <= begin <= end <= nbytes - data or end - begin != expected:
-            raise ValueError(
-                f"{path.name}: tensor {name!r} of {expected} bytes lies at {begin} to {end} of {nbytes - data}"
-            )
+        if not 0 <= begin <= end <= nbytes or end - begin != expected:
+            raise ValueError(f"{path.name}: tensor {name!r} of {expected} bytes lies at {begin} to {end} of {nbytes}")
         places.append((begin, end, name))
-        yield name, record.spec, data + begin
+        yield name, record.spec, begin
     places.sort()
     for (_, end, one), (begin, _, other) in itertools.pairwise(places):
         if begin < end:
