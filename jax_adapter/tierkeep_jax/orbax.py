@@ -40,9 +40,10 @@ class Save(ocp.args.CheckpointArgs):  # type: ignore[misc]  # Orbax ships no typ
     item: Any
     save_args: Any = None
     custom_metadata: Any = None
-    snapshot: Literal["copy", "deferred"] = "copy"
-    """`copy`: what the arrays are at the call. `deferred`: the call returns before the copy is made; arrays of jax do not
-    change, and one that is donated meanwhile is reported; numpy arrays must stay as they are until the save is done."""
+    snapshot: Literal["auto", "copy", "deferred"] = "auto"
+    """`copy`: the call returns when the state is copied. `deferred`: before that; an array of jax that is donated
+    meanwhile is reported, and arrays of numpy must stay as they are until the save is done. `auto`: before it where
+    nothing can change what is saved, which is so for jax arrays in host memory, and when it is copied elsewhere."""
 
 
 @dataclasses.dataclass
@@ -68,7 +69,7 @@ class Restore(ocp.args.CheckpointArgs):  # type: ignore[misc]
 class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
     """Saves and restores pytrees for Orbax's checkpointers and its CheckpointManager.
 
-    Guarantees: `async_save` returns when the state is copied (or, deferred, sooner) and raises nothing: what fails is
+    Guarantees: `async_save` returns when the state may be changed (see `Save.snapshot`) and raises nothing: what fails is
     raised by the future that it returns, in every process that saves together. An item is whole and durable before Orbax
     makes it visible; the renames by which it does so are durable after the next save or `close`. `close` leaves no
     process, thread or memory; it may be called twice, and the handler used again.
@@ -106,8 +107,7 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         # An error in here would keep Orbax's own threads, and so the process, waiting for 300 s.
         try:
             begun = self._items.begin(directory, self._processes)
-            deferred = _is_deferred(args.snapshot)
-            self._items.stage(begun, args.item, args.save_args, args.custom_metadata, deferred=deferred)
+            self._items.stage(begun, args.item, args.save_args, args.custom_metadata, args.snapshot)
             return [_Future(begun)]
         except Exception as error:  # noqa: BLE001
             return [_Failed(error)]
@@ -213,9 +213,3 @@ class _Failed:
 
     def cancel(self) -> None:
         """It has ended."""
-
-
-def _is_deferred(snapshot: str) -> bool:
-    if snapshot not in ("copy", "deferred"):
-        raise ValueError(f"snapshot must be 'copy' or 'deferred', not {snapshot!r}")
-    return snapshot == "deferred"

@@ -32,10 +32,16 @@ if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
     from tierkeep.options import MemoryOptions, SaveOptions
+    from tierkeep.save.background import Captured
     from tierkeep.save.item import StagedItem
 
 __all__ = ["Item", "Items"]
 
+_SNAPSHOTS: dict[str, bool | Callable[[Captured], bool]] = {
+    "auto": orbax_state.can_wait,
+    "copy": False,
+    "deferred": True,
+}
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _COMMITTED = "commit_success.txt"
 _MOST_DIRECTORIES = 1024
@@ -76,10 +82,13 @@ class Items:
         return Item(path, Rendezvous(str(path), number, rank, world, self._timeout_s), rank, world, self._ended)
 
     def stage(
-        self, item: Item, state: Any, save_args: Any = None, custom_metadata: Any = None, *, deferred: bool = False
+        self, item: Item, state: Any, save_args: Any = None, custom_metadata: Any = None, snapshot: str = "auto"
     ) -> None:
         """Copies the state, or has it copied; `item.run` writes it. What fails is told to the other processes too."""
         try:
+            if snapshot not in _SNAPSHOTS:
+                raise ValueError(f"snapshot must be one of {', '.join(map(repr, _SNAPSHOTS))}, not {snapshot!r}")
+            deferred = _SNAPSHOTS[snapshot]
             self._abandon_before(item)
             state = orbax_state.to_save(state, save_args, custom_metadata)
             saver = self._turn(item)

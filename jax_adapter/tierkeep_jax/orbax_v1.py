@@ -1,6 +1,9 @@
-"""A handler for Orbax's next API, `orbax.checkpoint.experimental.v1`: register it, and `save` and `load` go through it.
+"""A handler for Orbax's next API, `orbax.checkpoint.experimental.v1`: in a context with its registry, pytrees go through it.
 
-    ocp.handlers.register_handler(CheckpointableHandler)
+    context = ocp.Context()
+    context.checkpointables.registry = registry()
+    with context:
+        ocp.save(path, state)
 
 That API still moves: it was tried with the versions that the extra `orbax-v1` names.
 """
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from orbax.checkpoint.experimental import v1 as ocp
 from orbax.checkpoint.experimental.v1._src.context import context as orbax_context
 from orbax.checkpoint.experimental.v1._src.handlers import pytree_handler
 
@@ -27,7 +31,9 @@ from .orbax_items import Item, Items
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
-__all__ = ["CheckpointableHandler", "close"]
+__all__ = ["CheckpointableHandler", "close", "registry"]
+
+_STATE = "state"  # the name by which Orbax saves what is saved alone
 
 _guard = threading.Lock()
 _shared: list[Items] = []
@@ -80,6 +86,21 @@ class CheckpointableHandler:
         if saving.storage_options.dtype is None and saving.scoped_storage_options_creator is None:
             return None
         return pytree_handler._get_v0_save_args(checkpointable, saving)
+
+
+def registry() -> Any:
+    """Orbax's handlers as they are registered now, with this one in the place of its own for pytrees."""
+    known = ocp.handlers.global_registry()
+    found = ocp.handlers.local_registry(include_global_registry=False)
+    stock = ocp.handlers.PyTreeHandler
+    for handler, name in known.get_all_entries():
+        if handler is not stock and name != _STATE:
+            others = known.get_secondary_typestrs(handler)
+            found.add(handler, checkpointable_name=name, secondary_typestrs=others)
+    names = [f"{stock.__module__}.{stock.__qualname__}", *known.get_secondary_typestrs(stock)]
+    found.add(CheckpointableHandler, secondary_typestrs=names)
+    found.add(CheckpointableHandler, checkpointable_name=_STATE)
+    return found
 
 
 def close() -> None:

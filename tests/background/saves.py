@@ -20,6 +20,7 @@ from tierkeep.memory.client import client
 from tierkeep.options import PAGE, MemoryOptions, SaveOptions
 from tierkeep.restore.place import NOTHING
 from tierkeep.save import sealed
+from tierkeep.save.stage import stage_image
 from tierkeep.testing.numpy_adapter import NumpyAdapter
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ def checkpointer(
     **settings: Any,
 ) -> Checkpointer:
     """One of numpy states, whose arena is below `memory`; `limits` are other MemoryOptions."""
-    options = MemoryOptions(in_flight=in_flight, **{"directory": str(memory), "nice": 0} | (limits or {}))
+    chosen: dict[str, Any] = {"directory": str(memory), "nice": 0} | (limits or {})
+    options = MemoryOptions(in_flight=in_flight, **chosen)
     return Checkpointer(adapter or NumpyAdapter(), root, memory=options, **{"options": OPTIONS} | settings)
 
 
@@ -197,13 +199,13 @@ class Watch:
 
 
 @contextlib.contextmanager
-def in_thread(call: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
-    """Makes a call in a thread of its own; what is yielded waits for it and gives what it gave, or raises that."""
+def in_thread(*calls: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+    """Makes calls in a thread of its own; what is yielded waits for them, and gives what the last one gave or raises."""
     outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
         try:
-            outcome.put((call(), None))
+            outcome.put(([call() for call in calls][-1], None))
         except BaseException as error:  # noqa: BLE001  raised where it is waited for
             outcome.put((None, error))
 
@@ -301,13 +303,13 @@ class GatedAdapter(NumpyAdapter):
 
 def gate_copies(patch: pytest.MonkeyPatch, gate: Gate) -> None:
     """From now on every batch of any state can only be copied through a gate."""
-    really = sealed.stage_image
+    really = stage_image
 
-    def stage_image(*args: Any) -> None:
+    def gated(*args: Any) -> None:
         gate.passed()
         really(*args)
 
-    patch.setattr(sealed, "stage_image", stage_image)
+    patch.setattr(sealed, "stage_image", gated)
 
 
 # Failures

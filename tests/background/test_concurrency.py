@@ -109,7 +109,7 @@ def test_a_signals_handler_that_saves_while_a_save_waits_is_told_to_set_a_flag(
             steps.save(1, state(1))
             main = threading.main_thread().ident
             assert main is not None
-            with in_thread(lambda: (until(lambda: queued(steps)), signal.pthread_kill(main, signal.SIGUSR1))):
+            with in_thread(lambda: until(lambda: queued(steps)), lambda: signal.pthread_kill(main, signal.SIGUSR1)):
                 handle = steps.save(2, state(2))  # waits for the first, and is interrupted
         assert handle.result(DEADLINE_S).outcome == "saved"
     finally:
@@ -130,7 +130,7 @@ def test_an_interrupt_in_a_save_leaves_nothing_of_it_and_nothing_that_waits_for_
         if where == "turn":
             with HeldWorker():
                 first = steps.save(10 * number, state(10 * number))
-                with in_thread(lambda: (until(lambda: queued(steps)), interrupt())), pytest.raises(KeyboardInterrupt):
+                with in_thread(lambda: until(lambda: queued(steps)), interrupt), pytest.raises(KeyboardInterrupt):
                     steps.save(number, state(number))
             first.result(DEADLINE_S)
         else:
@@ -139,7 +139,7 @@ def test_an_interrupt_in_a_save_leaves_nothing_of_it_and_nothing_that_waits_for_
                 gate.passed = _interrupted  # type: ignore[method-assign]
                 context: Any = in_thread(lambda: None)
             else:
-                context = in_thread(lambda: (gate.entered(), interrupt(), gate.stay_open()))  # noqa: B023
+                context = in_thread(gate.entered, interrupt, gate.stay_open)
             with context, pytest.raises(KeyboardInterrupt):
                 steps.save(number, {"x": GatedArray(state(number)["big"], gate)})
         steps.wait(DEADLINE_S)
@@ -360,7 +360,7 @@ def test_a_second_checkpointer_of_the_same_process_is_told_and_can_still_save_an
     other = opened()
     for snapshot in ("copy", "deferred"):
         with pytest.raises(BusyError, match=r"one at a time can.*asynchronous=False"):
-            other.save(2, state(2), snapshot=snapshot)  # type: ignore[arg-type]
+            other.save(2, state(2), snapshot=snapshot)
     with pytest.raises(BusyError):
         other.prepare(state(2))
     assert other.steps() == [1]

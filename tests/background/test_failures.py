@@ -357,7 +357,7 @@ def test_an_adapter_that_cannot_begin_to_copy_fails_that_save_alone(
     for snapshot in ("copy", "deferred"):
         for _ in range(3):
             with pytest.raises(RuntimeError, match="no device"):
-                steps.save(1, state(1), snapshot=snapshot)  # type: ignore[arg-type]
+                steps.save(1, state(1), snapshot=snapshot)
             steps.wait(DEADLINE_S)
     adapter.broken = False
     assert steps.save(1, state(1)).result(DEADLINE_S).outcome == "saved"

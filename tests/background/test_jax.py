@@ -47,12 +47,14 @@ def one_device(number: int) -> jax.Array:
 
 def sharded(number: int) -> jax.Array:
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(4), ("x",))
-    return jax.device_put(np.full(N, number, np.float32), NamedSharding(mesh, PartitionSpec("x")))
+    array: jax.Array = jax.device_put(np.full(N, number, np.float32), NamedSharding(mesh, PartitionSpec("x")))
+    return array
 
 
 def replicated(number: int) -> jax.Array:
     mesh = Mesh(np.array(jax.devices()[:2]).reshape(2), ("x",))
-    return jax.device_put(np.full(N, number, np.float32), NamedSharding(mesh, PartitionSpec()))
+    array: jax.Array = jax.device_put(np.full(N, number, np.float32), NamedSharding(mesh, PartitionSpec()))
+    return array
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -177,7 +179,7 @@ def test_an_array_that_is_gone_already_is_an_error_at_the_call(steps: tierkeep_j
     array.delete()
     for snapshot in ("copy", "deferred"):
         with pytest.raises(UnsupportedLeafError, match=r"'w'.*deleted or donated"):
-            steps.save(1, {"w": array}, snapshot=snapshot)  # type: ignore[arg-type]
+            steps.save(1, {"w": array}, snapshot=snapshot)
     assert steps.save(1, {"w": one_device(1)}).result(DEADLINE_S).outcome == "saved"
 
 

@@ -72,7 +72,7 @@ def test_no_step_is_torn_by_an_optimizer_that_goes_on_at_once(
 
 
 def test_a_tensor_that_is_filled_as_soon_as_save_returns_is_saved_as_it_was(steps: tk.Checkpointer) -> None:
-    held = {
+    held: dict[str, Any] = {
         "contiguous": torch.arange(4096.0),
         "transposed": torch.arange(4096.0).reshape(64, 64).t(),
         "half": torch.arange(100).to(torch.bfloat16),
@@ -100,7 +100,7 @@ def test_an_optimizer_that_is_attached_waits_for_the_copy(
         assert values(training.state()) == {0.0}, "it did not wait"
         gate.open()
         assert values(training.state()) == {0.0}
-        assert not handle.staged.done
+        assert handle.report is None
         gate.stay_open()
         stepped()
     assert handle.staged.done
@@ -125,7 +125,7 @@ def test_every_optimizer_that_is_attached_waits(steps: tk.Checkpointer, monkeypa
     assert values(steps.restore(1)["other"]) == {0.0}
 
 
-CHANGES: dict[str, Callable[[Training], object]] = {
+CHANGES: dict[str, Callable[[Any], object]] = {
     "an optimizer that is not attached": Training.step,
     "an operation in place": lambda training: training.model[1].weight.add_(1),
     "a part": lambda training: training.model[1].weight[0, 0].fill_(3),

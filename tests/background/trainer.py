@@ -64,7 +64,6 @@ def run_trainer(way: str, root: Path, memory: Path) -> Ended:
         env=environment,
         stdout=theirs,
         stderr=theirs,
-        pass_fds=[theirs],
     )
     os.close(theirs)
     workers: list[int] = []
@@ -76,8 +75,12 @@ def run_trainer(way: str, root: Path, memory: Path) -> Ended:
         status = process.wait(DEADLINE_S)
     finally:
         for line in output.decode().splitlines():
-            with contextlib.suppress(ValueError, KeyError):
-                workers.append(int(json.loads(line)["worker"]))
+            with contextlib.suppress(ValueError):
+                said = json.loads(line)
+                if "worker" in said:
+                    workers.append(said["worker"])
+                if "fork" in said:
+                    os.kill(said["fork"], signal.SIGKILL)
         process.kill()
         process.wait()
         os.close(tether)
@@ -125,15 +128,13 @@ def killed(steps: Checkpointer) -> None:
 
 def killed_with_a_fork_alive(steps: Checkpointer) -> None:
     committed(steps)
-    ours, theirs = os.pipe()
-    if not os.fork():
-        for fd in (1, 2, theirs):
-            os.close(fd)
-        os.setsid()
-        select.select([], [], [], DEADLINE_S)
-        os._exit(0)
+    pid = os.fork()
+    if not pid:
+        os.close(1)
+        os.close(2)
+        signal.pause()
+    say(fork=pid)
     os.kill(os.getpid(), signal.SIGKILL)
-    os.close(ours)
 
 
 def terminated(steps: Checkpointer) -> None:

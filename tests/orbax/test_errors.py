@@ -19,6 +19,7 @@ from orbax.checkpoint._src.path import atomicity
 from tests.jax import trees
 from tests.orbax import states
 from tierkeep.errors import StorageError, UnsupportedLeafError
+from tierkeep.save import background, sealed
 from tierkeep.save.item import StagedItem
 from tierkeep_jax.orbax import Handler, Restore, Save
 
@@ -234,16 +235,55 @@ def test_what_is_saved_is_the_state_at_the_call(wrapped: bool, tmp_path: Path, m
         trees.assert_same(manager.restore(0, args=Restore()), {"n": expected})
 
 
+def hold_back_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Copies that are made by another thread than the caller's wait for the event."""
+    go_on = threading.Event()
+    real = sealed.fill_image
+    main = threading.current_thread()
+
+    def fill_image(*args: Any, **kwargs: Any) -> None:
+        if threading.current_thread() is not main:
+            assert go_on.wait(DEADLINE_S)
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(background, "fill_image", fill_image)
+    return go_on
+
+
+def test_arrays_of_jax_in_host_memory_are_copied_after_the_call_and_those_of_numpy_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = hold_back_copies(monkeypatch)
+    few, array = np.arange(10), jax.numpy.arange(100_000.0)
+    with states.manager(tmp_path) as manager:
+        manager.save(0, args=Save({"few": few, "w": array}))  # which returns, though nothing is copied
+        few[:] = 99
+        go_on.set()
+        manager.wait_until_finished()
+        expected = {"few": np.arange(10), "w": array}
+        trees.assert_same(manager.restore(0, args=Restore()), expected)
+
+
 # async-donated-buffer
-@pytest.mark.parametrize("snapshot", ["copy", "deferred"])
-def test_an_array_that_is_donated_after_the_call_is_saved_with_its_old_values(snapshot: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["donated", "deleted"])
+@pytest.mark.parametrize("spread", [False, True], ids=["on one device", "over several"])
+@pytest.mark.parametrize("snapshot", ["auto", "copy", "deferred"])
+def test_an_array_that_is_given_away_after_the_call_is_saved_with_its_old_values(
+    snapshot: Any, spread: bool, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered = hold_back_copies(monkeypatch)
     step = jax.jit(lambda x: x * 2 + 1, donate_argnums=0)
     array = jax.numpy.arange(200_000.0)
+    if spread:
+        array = states.spread(array, trees.mesh(4), "x")
     expected = np.asarray(array).copy()
     with states.manager(tmp_path) as manager:
-        manager.save(0, args=Save({"w": array}, snapshot=snapshot))
+        manager.save(0, args=Save({"w": array, "few": np.arange(3)}, snapshot=snapshot))
+        if how == "deleted":
+            array.delete()
         for _ in range(3):
-            array = step(array)
+            array = step(array) if how == "donated" else jax.numpy.zeros(200_000)
         array.block_until_ready()
+        entered.set()
         manager.wait_until_finished()
         np.testing.assert_array_equal(np.asarray(manager.restore(0, args=Restore())["w"]), expected)

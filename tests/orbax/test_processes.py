@@ -101,3 +101,10 @@ def test_when_one_process_fails_both_are_told_and_the_next_save_is_well(rank: in
     assert len(told) == 2
     assert all(own in line for line in told), told
     assert f"process {rank}" in told[1 - rank]
+
+
+def test_two_processes_save_and_load_through_the_next_api_and_both_are_told_of_a_failure(tmp_path: Path) -> None:
+    output = run(tmp_path / "root", "v1")
+    told = [line for text in output for line in text.splitlines() if line.startswith("told: ")]
+    assert len(told) == 2
+    assert all("No space left" in line for line in told), told

@@ -13,9 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from orbax.checkpoint.experimental import v1
 
 from tierkeep.memory.client import client
 from tierkeep.save.item import StagedItem
+from tierkeep_jax import orbax_v1
 from tierkeep_jax.orbax import Handler, Restore, Save
 
 __all__ = ["whole"]
@@ -137,6 +139,34 @@ def fail(root: Path, grid: jax.sharding.Mesh, failing: int, where: str) -> None:
         check(manager.restore(6, args=ocp.args.Composite(state=Restore())).state, SPECS, grid)
 
 
+def next_api(root: Path, grid: jax.sharding.Mesh) -> None:
+    """The same through Orbax's next API; then one of them fails."""
+    context = v1.Context()
+    context.checkpointables.registry = orbax_v1.registry()
+    real = StagedItem.write
+
+    def refuse(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with context:
+        v1.save(root / "one", state(grid))
+        check(v1.load(root / "one"), SPECS, grid)
+        check(v1.load(root / "one", target(grid, OTHERS)), OTHERS, grid)
+        if jax.process_index() == 1:
+            StagedItem.write = refuse  # type: ignore[method-assign, assignment]
+        try:
+            v1.save(root / "two", state(grid))
+        except Exception as error:  # noqa: BLE001  which one it is depends on the rank
+            print(f"told: {type(error).__name__}: {error}", flush=True)
+        else:
+            raise AssertionError("nothing was told")
+        StagedItem.write = real  # type: ignore[method-assign]
+        v1.save(root / "two", state(grid))
+        check(v1.load(root / "two"), SPECS, grid)
+    orbax_v1.close()
+    assert client().worker_pid is None
+
+
 def _registry() -> Any:
     found = ocp.handlers.DefaultCheckpointHandlerRegistry()
     handler = Handler(timeout_s=60)
@@ -152,7 +182,7 @@ def main(address: str, count: int, rank: int, root: Path, task: str, *more: str)
     if task == "fail":
         fail(root, grid, int(more[0]), more[1])
     else:
-        {"save": save, "restore": restore}[task](root, grid)
+        {"save": save, "restore": restore, "v1": next_api}[task](root, grid)
     print("well", flush=True)
     distributed.shutdown()
 

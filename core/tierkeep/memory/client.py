@@ -89,9 +89,15 @@ class Client:
         """Tells the worker something; with `memory`, hands it that file descriptor too."""
         with self._lock:
             if self._process is None and self._listeners:
-                self._revive()  # which has the listeners say all of it again, this too
+                self.wake()  # which has the listeners say all of it again, this too
             else:
                 self._send(*message, memory=memory)
+
+    def wake(self) -> None:
+        """Starts another worker if the last one died for good. Raises WorkerError."""
+        with self._lock:
+            if self._process is None and self._listeners:
+                self._revive()
 
     @property
     def worker_pid(self) -> int | None:

@@ -265,9 +265,17 @@ class BackgroundSaves:
             while self._failures:
                 handle, error = self._failures.pop(0)
                 if handle is None or not handle._told:
+                    self._is_told(error)
                     if handle is not None:
                         handle._told = True
                     raise error
+
+    def _is_told(self, error: Exception) -> None:
+        """Of several saves that failed for one reason, it is told once. Called with `_changed` held."""
+        for handle, other in self._failures:
+            if other is error and handle is not None:
+                handle._told = True
+        self._failures = [each for each in self._failures if each[1] is not error]
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Returns when no save is under way. Raises a failure that nobody was told of, and TimeoutError."""
@@ -441,7 +449,7 @@ class BackgroundSaves:
             with self._changed:
                 if self._no_image is not None:
                     error, self._no_image = self._no_image, None
-                    self._failures = [each for each in self._failures if each[1] is not error]  # it is told now
+                    self._is_told(error)
                     raise error
                 if self._free:
                     image = next((each for each in self._free if each.nbytes == nbytes), self._free[0])
@@ -452,13 +460,14 @@ class BackgroundSaves:
             if short:
                 self._allocate(nbytes, self._most_images)
                 continue
-            with self._changed:
-                self._waiting += 1
-                try:
+            self._waiting += 1
+            try:
+                client().wake()  # all images may be in the hands of one that died
+                with self._changed:
                     # Some are missing again if the worker that was asked for them died.
                     self._wait_until(lambda: self._free or self._no_image is not None or self._missing() > 0)
-                finally:
-                    self._waiting -= 1
+            finally:
+                self._waiting -= 1
         if image.nbytes != nbytes:
             try:
                 check_budget(nbytes - image.nbytes, self._in_use(), 1, self._memory.budget_nbytes)
@@ -531,7 +540,11 @@ class BackgroundSaves:
         return sum(image.nbytes for image in self._images.values())
 
     def _add(self, image: Image) -> None:
-        self._map(image)
+        try:
+            self._map(image)
+        except BaseException:
+            image.close()
+            raise
         with self._changed:
             self._coming = max(0, self._coming - 1)
             self._images[image.identity] = image

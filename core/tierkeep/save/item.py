@@ -19,6 +19,7 @@ from .store import store_part, store_whole
 from .write import write_image
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from ..adapter import Adapter, Snapshot
@@ -78,12 +79,23 @@ class ItemSaver:
         """Makes the images for items of this structure, in the background."""
         self._background.prepare(self._engine.capture(state, rank=rank, world=world).plan)
 
-    def stage(self, state: Any, *, name: str, rank: int = 0, world: int = 1, deferred: bool = False) -> StagedItem:
+    def stage(
+        self,
+        state: Any,
+        *,
+        name: str,
+        rank: int = 0,
+        world: int = 1,
+        deferred: bool | Callable[[Captured], bool] = False,
+    ) -> StagedItem:
         """Copies this rank's part of `state`; after the call the state may be changed, unless it is `deferred`.
 
-        `name` stands for the item in messages. Raises UnsupportedLeafError, NameCollisionError, StorageError.
+        Whether it is can be left to a function, which may replace leaves by copies. `name` stands for the item in
+        messages. Raises UnsupportedLeafError, NameCollisionError, StorageError.
         """
         captured = self._engine.capture(state, rank=rank, world=world)
+        if not isinstance(deferred, bool):
+            deferred = deferred(captured)
         handle = self._background.stage_item(captured, name=name, rank=rank, world=world, deferred=deferred)
         # The leaves are the staging's by now, which lets go of them when they are copied.
         captured = Captured(captured.snapshot.without_leaves(), captured.plan, captured.seconds)
