@@ -113,8 +113,8 @@ class OursDeferred(OursAsync):
 
     def ready(self, state: State, directory: Path) -> None:
         super().ready(state, directory)
-        if not self._alone:
-            self._work.last(WORK_PER_COPY * self._copy())
+        # Anew in each round: how fast the machine is at products and at copies changes with its other work.
+        self._work.last(WORK_PER_COPY * self._copy())
         self._alone.append(self._work.run())
 
     def save(self, state: State, directory: Path) -> None:

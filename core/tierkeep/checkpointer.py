@@ -238,9 +238,10 @@ class Checkpointer:
                 else:  # another process retired it meanwhile, and so has saved newer ones
                     left = [other for other in now if other not in skipped]
                 continue
-            if skipped:
+            newer = [reason for number, reason in skipped.items() if number > step]  # the others were retired meanwhile
+            if newer:
                 warnings.warn(
-                    f"restored step {step} of {self.root}, not the newest: {' '.join(skipped.values())}",
+                    f"restored step {step} of {self.root}, not the newest: {' '.join(newer)}",
                     SkippedStepWarning,
                     stacklevel=4,
                 )

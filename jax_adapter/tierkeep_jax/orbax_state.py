@@ -16,6 +16,7 @@ from tierkeep.adapter import Destination
 from tierkeep.errors import MismatchError
 from tierkeep.format.orbax_metadata import SHARDING, as_json
 from tierkeep.leaf import ArrayShard
+from tierkeep.options import MIB
 from tierkeep.restore.place import NOTHING
 from tierkeep.tree import join
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["OrbaxAdapter", "can_wait", "restore", "to_save"]
 
 _KNOWN = (jax.Array, np.ndarray, np.generic)
+_SMALL_NBYTES = 32 * MIB
+"""Copied in a few ms, and longer by a thread that shares the interpreter with the rest of the call."""
 _FEW = 16
 """Arrays of numpy are few if all is so many times as large: new memory is filled at 1 GB/s, an image at 8."""
 _DOCUMENT_LIMIT = 1 << 31  # bytes
@@ -105,9 +108,12 @@ def can_wait(captured: Captured) -> bool:
     """Whether the copy can be made after the call: nothing that is left to be copied can change.
 
     An array of jax in host memory cannot: what it is copied from is held, so that jax itself copies it before it gives
-    the memory to a donation. Arrays of numpy are copied here if they are few; with many, it is all copied at the call.
+    the memory to a donation. Arrays of numpy are copied here if they are few; with many, it is all copied at the call,
+    as is what is small.
     """
     leaves = captured.snapshot.leaves
+    if captured.plan.nbytes < _SMALL_NBYTES:
+        return False
     if any(leaf.changed is not None for leaf in leaves):  # in an accelerator's memory
         return False
     numpys = [number for number, leaf in enumerate(leaves) if leaf.kind == "ndarray"]

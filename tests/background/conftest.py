@@ -27,6 +27,14 @@ __all__: list[str] = []
 _TMPFS = "/dev/shm"
 
 
+@pytest.fixture(autouse=True)
+def _interruptible() -> Iterator[None]:
+    """SIGINT interrupts, also where the tests were started in the background of a shell, which has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def memory() -> Iterator[Path]:
     """A directory in a tmpfs for this test's arenas."""

@@ -23,6 +23,7 @@ from tests.background.saves import (
     until,
 )
 from tierkeep.errors import SaveCancelledError
+from tierkeep.save.job import decode_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +36,8 @@ def assert_gone(steps: Checkpointer, root: Path, step: int) -> None:
     """Nothing of a step is on the disk or in memory, and its image is free."""
     assert step not in steps.steps()
     assert not list(root.glob(f"{step}*"))
-    assert not list(arena(steps).glob("sealed/*"))
+    jobs = [decode_job((path / "job").read_bytes()) for path in arena(steps).glob("sealed/*")]
+    assert step not in [job.step for job in jobs]
     assert not list(arena(steps).glob("filling/*"))
     assert not list(arena(steps).glob(f"steps/{step}*"))
 

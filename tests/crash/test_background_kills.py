@@ -394,7 +394,7 @@ def test_a_save_is_sealed_after_the_deferred_one_before_it(tmp_path: Path, place
     """Else the earlier of two saves of the same step would be the one that stays."""
     called, overtaken = threading.Event(), threading.Event()
 
-    class Slow(ArrayShard):
+    class Slow(ArrayShard, frozen=True):
         def copy(self, part: Box, out: np.ndarray[Any, Any]) -> None:
             if self.array[0] == 1:
                 assert called.wait(DEADLINE_S)

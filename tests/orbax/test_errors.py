@@ -254,7 +254,7 @@ def test_arrays_of_jax_in_host_memory_are_copied_after_the_call_and_those_of_num
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = hold_back_copies(monkeypatch)
-    few, array = np.arange(10), jax.numpy.arange(100_000.0)
+    few, array = np.arange(10), jax.numpy.arange(10_000_000.0)
     with states.manager(tmp_path) as manager:
         manager.save(0, args=Save({"few": few, "w": array}))  # which returns, though nothing is copied
         few[:] = 99
@@ -273,7 +273,7 @@ def test_an_array_that_is_given_away_after_the_call_is_saved_with_its_old_values
 ) -> None:
     entered = hold_back_copies(monkeypatch)
     step = jax.jit(lambda x: x * 2 + 1, donate_argnums=0)
-    array = jax.numpy.arange(200_000.0)
+    array = jax.numpy.arange(10_000_000.0)
     if spread:
         array = states.spread(array, trees.mesh(4), "x")
     expected = np.asarray(array).copy()
@@ -282,7 +282,7 @@ def test_an_array_that_is_given_away_after_the_call_is_saved_with_its_old_values
         if how == "deleted":
             array.delete()
         for _ in range(3):
-            array = step(array) if how == "donated" else jax.numpy.zeros(200_000)
+            array = step(array) if how == "donated" else jax.numpy.zeros(len(expected))
         array.block_until_ready()
         entered.set()
         manager.wait_until_finished()

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from msgspec import structs
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver, storage
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
@@ -47,7 +48,7 @@ from tierkeep.errors import (
     TierkeepError,
     UnsupportedLeafError,
 )
-from tierkeep.leaf import Box, Leaf
+from tierkeep.leaf import ArrayShard, Box, Leaf
 from tierkeep.memory.buffers import Buffers
 from tierkeep.options import RestoreOptions, SaveOptions
 from tierkeep.restore.locate import open_source
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 
     from tierkeep.format.part import LeafRecord
+    from tierkeep.leaf import Shard
     from tierkeep.restore.source import Source
     from tierkeep.save.background import Captured
 
@@ -466,6 +468,11 @@ def _share(path: str, save_id: str, plans: Sequence[SavePlan]) -> _Shared:
     return _Shared(path, save_id, len(plans), ordered, tuple(sorted(objects)), known_paths)
 
 
+def _placed(shard: Shard, box: Box) -> Shard:
+    """The same memory as another part of a whole."""
+    return structs.replace(shard, box=box) if isinstance(shard, ArrayShard) else replace(shard, box=box)  # type: ignore[type-var]
+
+
 def _snapshot(shared: _Shared, found: Mapping[str, Sequence[tuple[Box, torch.Tensor]]]) -> Snapshot:
     """The whole state's structure, with the shards that this rank stores."""
     snapshot = Snapshot()
@@ -478,7 +485,7 @@ def _snapshot(shared: _Shared, found: Mapping[str, Sequence[tuple[Box, torch.Ten
                 raise UnsupportedLeafError(
                     key, f"the planner resolved {leaf.dtype} {leaf.shape} where it planned {dtype}"
                 )
-            shards.append(replace(leaf.shards[0], box=box))  # type: ignore[type-var]  # both kinds are dataclasses
+            shards.append(_placed(leaf.shards[0], box))
             tie = leaf.tie if len(found[key]) == 1 else None
         entries[key] = len(snapshot.leaves)
         snapshot.leaves.append(

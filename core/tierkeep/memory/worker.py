@@ -408,6 +408,7 @@ class Keeper:
             self._cancelled.discard(job.save_id)
             if self._stands_in_memory(job):
                 self._set_in_memory(job)
+                self._trim()  # first: another worker would take what is older, and left, for the newest
             self._end(directory)
             self._queued.discard(job.name)
         self._trim()  # before the next save looks for an image
