@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,10 @@ def main(args: argparse.Namespace) -> Report:
             clocked=lambda contender: contender.save(state, root / contender.name),
             after=finish,
         )
-    rows = better(better(rows, BEST), f"{BEST}-blocked")
+    rows = tuple(
+        dataclasses.replace(row, moved=False) if row.name.endswith("-blocked") else row
+        for row in better(better(rows, BEST), f"{BEST}-blocked")
+    )
     return Report("orbax", state.label, state.nbytes, commit(), load, (*rows, *field.absent))
 
 

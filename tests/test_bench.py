@@ -31,24 +31,28 @@ SMALL: dict[str, list[str | Path]] = {
     "save": ["--gb", "0.002"],
     "restore": ["--gb", "0.002"],
     "stall": ["--gb", "0.002", "--open-for", "0"],
+    "orbax": ["--gb", "0.002"],
     "train": ["--mb", "2", "--tokens", "8", "--steps", "3", "--every", "2"],
 }
 RIVALS = {
     "save": {"torch.save", "torch.save-nocrc", "dcp", "safetensors", "orbax", "orbax-raw"},
     "restore": {"torch.load", "dcp", "safetensors", "orbax", "orbax-raw"},
     "stall": {"torch.save", "dcp-async", "dcp-async-reuse", "dcp-async-process"},
+    "orbax": {"orbax", "orbax-blocked", "orbax-best", "orbax-best-blocked"},
     "train": {"torch.save", "dcp-async", "dcp-async-process"},
 }
 OURS = {
     "save": {"ours", "ours-first"},
     "restore": {"ours", "ours-new", "ours-memory"},
     "stall": {"ours", "ours-first", "ours-deferred"},
+    "orbax": {"ours", "ours-blocked"},
     "train": {"ours-deferred", "ours-copy"},
 }
 BASES = {
     "save": {"limit"},
     "restore": {"limit", "limit-new"},
     "stall": {"copy", "plan-first", "plan-cached"},
+    "orbax": {"limit"},
     "train": {"none", "copy"},
 }
 

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
     from tierkeep.checkpointer import Checkpointer
 
+# A test of this suite's other half may have started JAX in this process, which warns of every fork.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+
 
 class Inside:
     """A leaf that makes a call while the state is flattened: in the middle of a save, as a signal's handler may be."""

@@ -94,11 +94,13 @@ class Image:
 
     def resize(self, nbytes: int) -> None:
         """Makes it `nbytes` long; what it held is lost. Raises OSError (ENOSPC) with nothing changed."""
-        if nbytes > self.nbytes:
-            os.posix_fallocate(self._fd, 0, nbytes)
         self._unmap()
-        os.ftruncate(self._fd, nbytes)
-        self.nbytes = nbytes
+        try:
+            if nbytes > self.nbytes:
+                os.posix_fallocate(self._fd, 0, nbytes)
+            os.ftruncate(self._fd, nbytes)
+        finally:
+            self.nbytes = os.fstat(self._fd).st_size
 
     def fileno(self) -> int:
         return self._fd
