@@ -43,7 +43,8 @@ class Save(ocp.args.CheckpointArgs):  # type: ignore[misc]  # Orbax ships no typ
     snapshot: Literal["auto", "copy", "deferred"] = "auto"
     """`copy`: the call returns when the state is copied. `deferred`: before that; an array of jax that is donated
     meanwhile is reported, and arrays of numpy must stay as they are until the save is done. `auto`: before it where
-    nothing can change what is saved, which is so for jax arrays in host memory, and when it is copied elsewhere."""
+    nothing can change what is saved, which is so for jax arrays in host memory (a donation meanwhile costs jax a copy),
+    and when it is copied elsewhere."""
 
 
 @dataclasses.dataclass

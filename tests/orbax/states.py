@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,9 +20,30 @@ from tierkeep.save import background
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
-__all__ = ["arenas", "assert_nothing_left", "assert_same_to_stock", "beyond_orbax", "manager", "spread", "training"]
+__all__ = [
+    "OLD",
+    "arenas",
+    "assert_nothing_left",
+    "assert_same_to_stock",
+    "beyond_orbax",
+    "environment",
+    "manager",
+    "spread",
+    "training",
+]
+
+
+ROOT = Path(__file__).parents[2]
+OLD = tuple(map(int, version("orbax-checkpoint").split(".")[:2])) < (0, 12)
+"""Whether this Orbax is older than what `tierkeep_jax.orbax_v1` was tried with."""
+
+
+def environment(**more: str) -> dict[str, str]:
+    """For a process that runs a module of these tests."""
+    roots = [ROOT, *(ROOT / name for name in ("core", "jax_adapter"))]
+    path = os.pathsep.join([*map(str, roots), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, **more, "PYTHONPATH": path}
 
 
 def spread(array: Any, mesh: jax.sharding.Mesh, *spec: Any) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,12 +14,14 @@ import pytest
 from tests.jax import trees
 from tests.orbax import states
 from tierkeep.options import MemoryOptions, SaveOptions
+from tierkeep.save.item import StagedItem
 from tierkeep_jax.orbax import Handler, Restore, Save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+DEADLINE_S = 20
 STOCK = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
 
 
@@ -90,12 +93,23 @@ def test_several_items_stand_beside_each_other_and_beside_json(way: str, tmp_pat
         assert found.keys() == {"optimizer"}
 
 
-def test_one_handler_serves_several_items_at_once(tmp_path: Path) -> None:
+def test_one_handler_serves_several_items_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = threading.Event()
+    real: Callable[..., None] = StagedItem.write
+
+    def write(self: StagedItem, item: Path, save_id: str) -> None:
+        assert saved.wait(DEADLINE_S)  # a save waits for no item of its own step to be written
+        real(self, item, save_id)
+
+    monkeypatch.setattr(StagedItem, "write", write)
     with states.manager(tmp_path, handler_registry=registry(Handler())) as manager:
         for step in range(3):
             items = {name: Save({"n": np.full(5 + place, step)}) for place, name in enumerate("abc")}
             manager.save(step, args=ocp.args.Composite(**items))
-        manager.wait_until_finished()
+            saved.set()
+            manager.wait_until_finished()
+            saved.clear()
+        assert len(states.arenas()) == 3
         for step in range(3):
             wanted = ocp.args.Composite(a=Restore(), b=Restore(), c=Restore())
             found = manager.restore(step, args=wanted)

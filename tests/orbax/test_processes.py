@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -16,8 +14,12 @@ import pytest
 
 import tierkeep_jax
 from tests.jax import trees
+from tests.orbax import states
 from tests.orbax.two_processes import whole
 from tierkeep_jax.orbax import Restore
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.multiprocess
 
@@ -29,12 +31,7 @@ def run(root: Path, *task: str) -> list[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    here = Path(__file__).parents[2]
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "PYTHONPATH": os.pathsep.join(map(str, [here, *(here / name for name in ("core", "jax_adapter"))])),
-    }
+    environment = states.environment(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=2")
     command = [sys.executable, "-m", "tests.orbax.two_processes", address, "2"]
     processes = [
         subprocess.Popen(
@@ -103,6 +100,7 @@ def test_when_one_process_fails_both_are_told_and_the_next_save_is_well(rank: in
     assert f"process {rank}" in told[1 - rank]
 
 
+@pytest.mark.skipif(states.OLD, reason="the next API of this Orbax is another one")
 def test_two_processes_save_and_load_through_the_next_api_and_both_are_told_of_a_failure(tmp_path: Path) -> None:
     output = run(tmp_path / "root", "v1")
     told = [line for text in output for line in text.splitlines() if line.startswith("told: ")]

@@ -13,6 +13,10 @@ from tests.jax import trees
 from tests.orbax import states
 from tierkeep.errors import CorruptCheckpointError, MismatchError, UnsupportedLeafError
 from tierkeep.save.item import StagedItem
+
+if states.OLD:
+    pytest.skip("the next API of this Orbax is another one", allow_module_level=True)
+
 from tierkeep_jax import orbax_v1
 
 if TYPE_CHECKING:

@@ -13,11 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from orbax.checkpoint.experimental import v1
 
 from tierkeep.memory.client import client
 from tierkeep.save.item import StagedItem
-from tierkeep_jax import orbax_v1
 from tierkeep_jax.orbax import Handler, Restore, Save
 
 __all__ = ["whole"]
@@ -141,6 +139,10 @@ def fail(root: Path, grid: jax.sharding.Mesh, failing: int, where: str) -> None:
 
 def next_api(root: Path, grid: jax.sharding.Mesh) -> None:
     """The same through Orbax's next API; then one of them fails."""
+    from orbax.checkpoint.experimental import v1
+
+    from tierkeep_jax import orbax_v1
+
     context = v1.Context()
     context.checkpointables.registry = orbax_v1.registry()
     real = StagedItem.write
