@@ -5,6 +5,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PACKAGES := $(wildcard */tierkeep*/__init__.py)
+COMPILED := $(wildcard core/tierkeep/*/*.c)
 SOURCES := $(sort $(foreach package,$(PACKAGES),$(firstword $(subst /, ,$(package))))) bench examples tests
 BENCH ?= save
 
@@ -21,9 +22,10 @@ help:
 	@echo "make bench        python -m bench \$$(BENCH), BENCH=save unless given"
 	@echo "make clean        remove .venv, caches and built files"
 
-# Installed again only when pyproject.toml or a package's __init__.py (the version) is newer than the installation.
+# Installed again only when pyproject.toml, a package's __init__.py (the version) or what is compiled is newer than the
+# installation.
 install: $(STAMP)
-$(STAMP): pyproject.toml $(PACKAGES)
+$(STAMP): pyproject.toml $(PACKAGES) $(COMPILED)
 	@if [ ! -x $(PY) ]; then \
 	  for python in $(PYTHON) python3 python3.11 python3.12 python3.13 python3.14; do \
 	    if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
@@ -71,5 +73,5 @@ bench: $(STAMP)
 	$(PY) -m bench $(BENCH)
 
 clean:
-	rm -rf $(VENV) .venv-lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info core/tierkeep/*/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

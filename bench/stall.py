@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from bench.async_ours import OursAsync, OursAsyncFirst, OursDeferred, PlanCached, PlanFirst, Run
 from bench.async_rivals import DcpAsync, DcpAsyncProcess, DcpAsyncReuse, OrbaxAsync, OrbaxAsyncRaw
-from bench.floor import Copy, pairs
+from bench.floor import copies, pairs
 from bench.report import COPY, Report, Row, commit, load_averages
 from bench.rivals import TorchSave
 from bench.rounds import add_arguments as add_shared_arguments
@@ -83,15 +83,14 @@ def _told(row: Row) -> Row:
 
 def _candidates(state: State, open_s: float) -> list[Contender]:
     framework = state.framework
-    to_copy = pairs(state)
-    copies = [Copy(to_copy, n_threads) for n_threads in (1, 2)]
+    ways = copies(pairs(state))
 
     def copy_s() -> float:
-        return min(copy.timed() for copy in copies for _ in range(COPIES))
+        return min(copy.timed() for copy in ways for _ in range(COPIES))
 
     run = Run(framework)
     contenders: list[Contender] = [
-        *copies,
+        *ways,
         OursAsync(run),
         OursDeferred(run, Work(framework), copy_s),
         OursAsyncFirst(framework, open_s),

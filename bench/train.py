@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.async_rivals import DcpAsync, DcpAsyncProcess
 from bench.contender import Contender
-from bench.floor import Copy, pairs
+from bench.floor import Copy, copies, pairs
 from bench.ours import PACKAGES
 from bench.report import COPY, NONE, OURS, Report, Row, commit, load_averages, seconds_text
 from bench.rivals import TorchSave
@@ -110,8 +110,7 @@ class CopySaver(Saver):
     name = COPY
 
     def __init__(self, state: State) -> None:
-        to_copy = pairs(state)
-        self._copies = [Copy(to_copy, n_threads) for n_threads in (1, 2)]
+        self._copies = copies(pairs(state))
         self._fastest: Copy | None = None
 
     def open(self) -> None:

@@ -169,11 +169,16 @@ class Engine:
         device: Any = None,
         dry_run: bool = False,
         holds: str = "no other checkpoint was touched",
+        disk: LocalDisk | None = None,
     ) -> Any:
-        """The state at `path`, verified; into `target` if there is one. With `dry_run`, the RestorePlan instead."""
+        """The state at `path`, verified; into `target` if there is one. With `dry_run`, the RestorePlan instead.
+
+        `disk` if it stands on another one than the engine's.
+        """
+        disk = disk or self.disk
 
         def once() -> Any:
-            with collector_paused(), open_source(self.disk, path, direct=options.direct, holds=holds) as source:
+            with collector_paused(), open_source(disk, path, direct=options.direct, holds=holds) as source:
                 contents = source.contents
                 placement = place(contents, target, self.adapter, options, keys=keys, device=device, dry_run=dry_run)
                 try:
@@ -190,8 +195,8 @@ class Engine:
                     placement.forget()
 
         with self._storage(f"restoring {path}", f"the checkpoint is untouched; {holds}"):
-            if not self.disk.exists(path):
-                bring_back(self.disk, path.parent, mine=lambda name: name == path.name)
+            if not disk.exists(path):
+                bring_back(disk, path.parent, mine=lambda name: name == path.name)
             return self._steadily(path, once, holds)
 
     def metadata(self, path: Path) -> Metadata:

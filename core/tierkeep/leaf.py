@@ -71,7 +71,11 @@ class ArrayShard(msgspec.Struct, frozen=True):
     replica: int = 0
 
     def copy(self, part: Box, out: np.ndarray[Any, Any]) -> None:
-        np.copyto(out, self.array if part.shape == self.box.shape else self.array[part.slices()])
+        np.copyto(out, self.part(part))
+
+    def part(self, part: Box) -> np.ndarray[Any, Any]:
+        """Its elements, as they lie in memory."""
+        return self.array if part.shape == self.box.shape else self.array[part.slices()]
 
 
 class Leaf(msgspec.Struct, frozen=True):

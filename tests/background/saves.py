@@ -94,9 +94,9 @@ def numbers(found: Any) -> set[int]:
     return {found["step"], int(found["name"])}.union(*(np.unique(array).astype(int).tolist() for array in arrays))
 
 
-def restore(steps: Checkpointer, step: int | None = None, **relaxations: Any) -> Any:
-    """What an adapter's `restore` without a target gives."""
-    return steps._restore(step, NOTHING, keys=None, device=None, dry_run=False, options=None, relaxations=relaxations)
+def restore(steps: Checkpointer, step: int | None = None, target: Any = NOTHING, **relaxations: Any) -> Any:
+    """What an adapter's `restore` gives, without a target unless there is one."""
+    return steps._restore(step, target, keys=None, device=None, dry_run=False, options=None, relaxations=relaxations)
 
 
 # The arena

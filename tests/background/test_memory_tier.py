@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -28,7 +29,10 @@ from tierkeep.errors import (
     StorageError,
 )
 from tierkeep.memory.arena import MARKER, sweep_arenas
+from tierkeep.memory.lanes import run_lanes
 from tierkeep.options import PAGE
+from tierkeep.restore.place import NOTHING
+from tierkeep.tiers.local_disk import ImageReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,6 +109,59 @@ def test_a_step_that_is_damaged_everywhere_is_passed_over_with_a_warning(steps: 
         restore(steps, 2)
     with pytest.warns(SkippedStepWarning, match="restored step 1"):
         assert numbers(restore(steps)) == {1}
+
+
+def test_a_step_in_memory_is_copied_from_where_it_lies(steps: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps.save(1, state(1)).result(DEADLINE_S)
+
+    def refuse(*_: object) -> int:
+        raise AssertionError("read into a buffer")
+
+    monkeypatch.setattr(ImageReader, "read", refuse)
+    assert numbers(restore(steps)) == {1}
+
+
+def while_it_is_read(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
+    """Has something happen once, when the next restore has copied all bytes and not yet given them back."""
+    waiting = [happens]
+
+    def run_and_then(*args: Any) -> None:
+        run_lanes(*args)
+        while waiting:
+            waiting.pop()()
+
+    monkeypatch.setattr("tierkeep.restore.read.run_lanes", run_and_then)
+
+
+@pytest.mark.parametrize("into", [False, True], ids=["new arrays", "a target"])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_of_an_image_that_is_filled_anew_while_it_is_read_nothing_is_given_back(
+    into: bool, on_disk: bool, opened: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, reader = opened(), opened()
+    steps.save(1, state(1), to_disk=on_disk).result(DEADLINE_S)
+    count = itertools.count(2)
+
+    def more() -> None:
+        for number in itertools.islice(count, 3):
+            steps.save(number, state(number), to_disk=False).result(DEADLINE_S)
+
+    target = state(0) if into else NOTHING
+    while_it_is_read(monkeypatch, more)
+    found = restore(reader, target=target)
+    assert numbers(found) == ({1} if on_disk else {4})
+    while_it_is_read(monkeypatch, more)
+    with pytest.raises((CheckpointNotFoundError, CorruptCheckpointError), match="while it was read"):
+        restore(reader, 4, target=target)
+
+
+def test_of_a_step_that_is_replaced_while_it_is_read_the_new_one_is_given_back(
+    opened: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, reader = opened(), opened()
+    steps.save(1, state(1), to_disk=False).result(DEADLINE_S)
+    while_it_is_read(monkeypatch, lambda: steps.save(1, state(2), to_disk=False, overwrite=True).result(DEADLINE_S))
+    assert numbers(restore(reader, 1)) == {2}
 
 
 def test_memory_holds_one_step_that_is_not_under_way(opened: Callable[..., Checkpointer]) -> None:

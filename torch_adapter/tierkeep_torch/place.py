@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from tierkeep.adapter import Destination, Region, Sink
 from tierkeep.format import dtypes
 from tierkeep.leaf import Box, LeafSpec
+from tierkeep.memory.stream import stream
 
 from .stage import _INTS, _numpy_int, check_kind, dtype_name, host_bits
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["allocate", "destination", "holds", "marked"]
 
@@ -97,7 +100,7 @@ def _bit_sink(tensor: torch.Tensor) -> Sink:
         view = host_bits(tensor, dtype)
 
         def put(part: Box, data: np.ndarray[Any, Any]) -> None:
-            np.copyto(view if part.shape == view.shape else view[part.slices()], data)
+            stream(view if part.shape == view.shape else view[part.slices()], data)
     else:
         device_bits = tensor.view(_INTS[itemsize])
 

@@ -10,6 +10,7 @@ import numpy as np
 from ..adapter import Destination, Region, Sink
 from ..format import dtypes
 from ..leaf import Box, LeafSpec
+from ..memory.stream import stream
 
 __all__ = ["allocate_numpy", "numpy_destination", "numpy_sink"]
 
@@ -57,7 +58,7 @@ def numpy_sink(array: np.ndarray[Any, Any], stored: str) -> Sink:
         view = array.view(dtypes.bits(own.itemsize))
 
         def put(part: Box, data: np.ndarray[Any, Any]) -> None:
-            np.copyto(view if part.shape == view.shape else view[part.slices()], data)
+            stream(view if part.shape == view.shape else view[part.slices()], data)
     else:
         dtype = dtypes.numpy_dtype(stored)
 

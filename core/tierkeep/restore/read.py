@@ -33,7 +33,8 @@ def execute_reads(
     """Fills every sink. Each block is verified before any byte of it is handed out.
 
     Raises CorruptCheckpointError listing every damaged chunk by leaf and file; what was handed out then is verified,
-    and only what is damaged, and follows it in its chunk, is not.
+    and only what is damaged, and follows it in its chunk, is not. Also if an image that is read where it lies was taken
+    away meanwhile: then what was handed out may be anything.
     """
     findings: list[str] = []
     turns = Turns()
@@ -42,6 +43,14 @@ def execute_reads(
         _read(opened, reads[number], sinks, buffers.lane(lane), turns, findings)
 
     run_lanes(min(lanes, buffers.count), range(len(reads)), job)
+    for image in opened.images:
+        if image is None:
+            continue
+        try:
+            image.check()
+        except FileNotFoundError as error:
+            findings = [f"{image.path} was taken away while it was read"]
+            raise CorruptCheckpointError(str(opened.path), findings, holds) from error
     if findings:
         raise CorruptCheckpointError(str(opened.path), sorted(findings), holds)
 
@@ -56,13 +65,15 @@ def _read(
 ) -> None:
     image = opened.images[read.part]
     assert image is not None  # a part without an image holds no chunk, so none is planned from it
-    view = buffer.data[: read.nbytes]
-    got = image.read(read.offset, view)
+    if image.mapped is not None:
+        buffer, base, end = image.mapped, 0, image.nbytes
+    else:
+        base, end = read.offset, read.offset + image.read(read.offset, buffer.data[: read.nbytes])
     for segment in read.segments:
-        start = segment.offset - read.offset
-        if start + segment.nbytes > got:
+        start = segment.offset - base
+        if segment.offset + segment.nbytes > end:
             name = opened.whole.leaves[segment.leaf].name
-            findings.append(f"leaf {name!r}: {image.path} ends at byte {read.offset + got}")
+            findings.append(f"leaf {name!r}: {image.path} ends at byte {end}")
             continue
         with turns:
             damaged = _verify_and_place(opened, read.part, segment, buffer, start, sinks)

@@ -12,7 +12,8 @@ import numpy as np
 
 from ..format import dtypes
 from ..format.checksum import crc32c
-from ..leaf import Box, Leaf, c_order_pieces
+from ..leaf import ArrayShard, Box, Leaf, c_order_pieces
+from ..memory.stream import stream_pairs
 from ..options import MIB, PAGE
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def stage_image(plan: SavePlan, batch: Batch, leaves: Sequence[Leaf], image: Byt
     """
     fill, end = batch.offset, batch.offset + batch.nbytes
     zeros = False
+    pairs = []
     views: dict[str, tuple[int, np.ndarray[Any, Any]]] = {}  # by dtype: its width, and the image as elements of it
     for extent in plan.extents[batch.first : batch.last]:
         leaf = plan.leaves[extent.leaf]
@@ -103,12 +105,15 @@ def stage_image(plan: SavePlan, batch: Batch, leaves: Sequence[Leaf], image: Byt
         itemsize, elements = view
         data = elements[extent.offset // itemsize : fill // itemsize].reshape(leaf.chunk)
         shard = leaves[extent.leaf].shards[extent.shard]
-        if extent.part.shape == leaf.chunk:
-            shard.copy(extent.part, data)
-        else:
+        if extent.part.shape != leaf.chunk:
             _copy(shard, extent.part, Box.whole(leaf.chunk), data)
+        elif type(shard) is ArrayShard:
+            pairs.append((data, shard.part(extent.part)))
+        else:
+            shard.copy(extent.part, data)
     if not zeros:
         image[fill:end] = 0
+    stream_pairs(pairs)  # nobody reads it here: what the worker reads later would be out of the cache by then
 
 
 def checksum_batch(plan: SavePlan, batch: Batch, image: Bytes, crcs: list[list[int]]) -> None:

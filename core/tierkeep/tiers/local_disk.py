@@ -84,6 +84,8 @@ class ImageReader:
 
     def __init__(self, path: Path, direct: bool) -> None:
         self.path = path
+        self.mapped: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+        """All of it, where it can be read in place."""
         self._fd = _open_regular(path)
         self._direct_fd = -1
         try:
@@ -111,6 +113,9 @@ class ImageReader:
             if n % PAGE:  # a short read left the alignment that a direct one needs
                 fd = self._fd
         return done
+
+    def check(self) -> None:
+        """Raises FileNotFoundError if what was taken from `mapped` may be other bytes than the file's."""
 
     def _read_cached(self, offset: int, out: memoryview) -> int:
         """What of `out` the page cache holds from `offset` on; asked of one page first, because a whole range that is

@@ -1,0 +1,57 @@
+"""The memory of this host as a tier: the steps in an arena, read where they lie."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .local_disk import ImageReader, LocalDisk
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["HostMemory", "MappedReader"]
+
+
+class MappedReader(ImageReader):
+    """An image in a tmpfs, mapped: a restore copies from it once, straight to where the bytes go.
+
+    The worker frees an image as soon as its step is replaced, and training fills it anew; it never becomes shorter. So
+    whoever takes bytes from `mapped` asks `check` before they are used.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, direct=False)
+        self._map: mmap.mmap | None = None
+        try:
+            if self.nbytes:
+                # Private, so that it can be handed out as writable, which torch asks for, and written by nobody.
+                self._map = mmap.mmap(self._fd, self.nbytes, access=mmap.ACCESS_COPY)
+                self.mapped = np.frombuffer(self._map, np.uint8)
+        except BaseException:
+            self.close()
+            raise
+
+    def check(self) -> None:
+        """Raises FileNotFoundError if the step was taken away meanwhile, for its image may have been filled anew."""
+        found, own = self.path.stat(), os.fstat(self._fd)
+        if (found.st_dev, found.st_ino) != (own.st_dev, own.st_ino):
+            raise FileNotFoundError(f"{self.path} was replaced")
+
+    def close(self) -> None:
+        super().close()
+        self.mapped = None
+        if self._map is not None:
+            with contextlib.suppress(BufferError):  # an array of it still lives: it goes with that
+                self._map.close()
+
+
+class HostMemory(LocalDisk):
+    """A directory tree in a tmpfs. What it does not do in memory, it does as on a disk."""
+
+    def open_image(self, path: Path, *, direct: bool) -> ImageReader:
+        return MappedReader(path)
