@@ -650,13 +650,19 @@ def _attend(fd: int, parent: int, nice: int) -> None:
                 keepers[settings.arena].start()
         elif kind == "allocate":
             arena, count, nbytes = payload
-            keepers[arena].allocate(count, nbytes)
+            if arena in keepers:
+                keepers[arena].allocate(count, nbytes)
         elif kind == "sealed":
             arena, name, with_memory = payload
-            keepers[arena].sealed(name, recv_handle(channel) if with_memory else None)
+            memory = recv_handle(channel) if with_memory else None
+            if arena in keepers:
+                keepers[arena].sealed(name, memory)
+            elif memory is not None:  # of an arena that was closed: what others save goes on
+                os.close(memory)
         elif kind == "cancel":
             arena, save_id = payload
-            keepers[arena].cancel(save_id)
+            if arena in keepers:
+                keepers[arena].cancel(save_id)
         elif kind == "close":
             keeper = keepers.pop(payload[0], None)
             error = None

@@ -182,18 +182,24 @@ class BackgroundSaves:
         """Has what was staged written into `item`, which stands; all ranks' parts of it have one `save_id`."""
         handle.wait_staged()
         with self._changed:
-            save = next(each for each in self._saves.values() if each.handle is handle)
+            save = next((each for each in self._saves.values() if each.handle is handle), None)
+            if self._closing or save is None:
+                raise ClosedError(f"what saves {handle.path}")
+            save.thread = threading.get_ident()  # from here on `close` waits for it
         assert self._arena is not None
         directory = self._arena.filling / save.job.save_id
-        # Its own id stays the key here; the other one goes into the records.
-        save.job = structs.replace(save.job, item=str(item), part_of=save_id, begun_ns=begun_ns)
         try:
-            self._seal(save, directory)
-        except OSError as error:
-            save.job = structs.replace(save.job, item=None)  # not released
-            self.abandon_item(handle)
-            raise StorageError(f"sealing {handle.path}", error, "nothing was saved") from error
-        self._tell(save)
+            # Its own id stays the key here; the other one goes into the records.
+            save.job = structs.replace(save.job, item=str(item), part_of=save_id, begun_ns=begun_ns)
+            try:
+                self._seal(save, directory)
+            except OSError as error:
+                save.job = structs.replace(save.job, item=None)  # not released
+                self.abandon_item(handle)
+                raise StorageError(f"sealing {handle.path}", error, "nothing was saved") from error
+            self._tell(save)
+        finally:
+            self._is_done_with(save)
 
     def abandon_item(self, handle: SaveHandle) -> None:
         """Lets go of what was staged and not released."""
@@ -232,17 +238,19 @@ class BackgroundSaves:
         copies = self._adapter.copies()
         if not deferred:
             self.wait_staged()  # sealed in the order of the saves: of two of the same step the later one stays
-        image = self._acquire(plan.image_nbytes)
-        save = _Save(handle, job, plan, image, captured.seconds, captured.snapshot.leaves)
+        save = _Save(handle, job, plan, captured.seconds, captured.snapshot.leaves)
         save.held = held
         try:
+            with self._changed:
+                if self._closing:
+                    raise ClosedError(f"the checkpointer of {self._root}")
+                self._saves[job.save_id] = save  # first: from here on `close` waits for it
+            save.image = image = self._acquire(plan.image_nbytes)
             if image is None or not image.named:
                 self._recovered.wait()  # what the worker finds when it comes to the arena it takes for a dead process's
             handle.waited_s += time.perf_counter() - began
             if image is not None and not image.named:
                 save.job = structs.replace(job, to_disk=True)  # memory without a name is no place to stay in
-            with self._changed:
-                self._saves[job.save_id] = save
             self._events.emit(Event("begun", job.step, total_nbytes=plan.image_nbytes))
             if not deferred:
                 self._stage(save, copies)
@@ -258,6 +266,13 @@ class BackgroundSaves:
                 handle.end(error=SaveCancelledError(handle.step))
                 self._end(save)
             raise
+        finally:
+            self._is_done_with(save)
+
+    def _is_done_with(self, save: _Save) -> None:
+        with self._changed:
+            save.thread = 0
+            self._changed.notify_all()
 
     def raise_failure(self) -> None:
         """Raises the oldest failure that nobody was told of; it is told now."""
@@ -333,9 +348,16 @@ class BackgroundSaves:
             self._changed.notify_all()
         if self._arena is None:
             return
+        here = threading.get_ident()
+        with self._changed:
+            # The worker is told of the end last: what it hears of later has no place any more.
+            self._changed.wait_for(lambda: all(save.thread in (0, here) for save in self._saves.values()))
+            never_released = [save.handle for save in self._saves.values() if save.held and save.job.item is None]
         if self._copies is not None and self._copier is not None:
             self._copies.put(None)
             self._copier.join()
+        for handle in never_released:
+            self.abandon_item(handle)
         path = str(self._arena.path)
         self._closed = []
         try:
@@ -841,21 +863,21 @@ class BackgroundSaves:
 class _Save:
     """One save under way."""
 
-    __slots__ = ("cancelled", "handle", "held", "image", "job", "leaves", "plan", "seconds", "staged")
+    __slots__ = ("cancelled", "handle", "held", "image", "job", "leaves", "plan", "seconds", "staged", "thread")
 
-    def __init__(
-        self, handle: SaveHandle, job: Job, plan: SavePlan, image: Image | None, planned_s: float, leaves: list[Leaf]
-    ) -> None:
+    def __init__(self, handle: SaveHandle, job: Job, plan: SavePlan, planned_s: float, leaves: list[Leaf]) -> None:
         self.handle = handle
         self.job = job
         self.plan = plan
-        self.image = image
+        self.image: Image | None = None
         self.leaves = leaves
         self.seconds: dict[str, float] = {"plan": planned_s}
         self.staged = False
         self.held = False
         """Of an item: it is sealed when it is told where to."""
         self.cancelled = False
+        self.thread = threading.get_ident()
+        """Which begins or releases it just now; 0 if none does."""
 
     @property
     def sealed(self) -> bool:
