@@ -92,8 +92,14 @@ class Items:
             self._abandon_before(item)
             state = orbax_state.to_save(state, save_args, custom_metadata)
             saver = self._turn(item)
-            staged = saver.stage(state, name=str(item.path), rank=item.rank, world=item.world, deferred=deferred)
-            item.staged = staged
+            staged = saver.stage(
+                state,
+                name=str(item.path),
+                rank=item.rank,
+                world=item.world,
+                deferred=deferred,
+                begun=lambda staged: setattr(item, "staged", staged),
+            )
 
             def write(save_id: str) -> Finish:
                 self.make_renames_durable()

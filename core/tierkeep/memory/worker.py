@@ -625,6 +625,7 @@ def _attend(fd: int, parent: int, nice: int) -> None:
     channel = Connection(fd)
     sending = threading.Lock()
     keepers: dict[str, Keeper] = {}
+    closed: set[str] = set()
 
     def reporter(arena: str) -> Callable[..., None]:
         def report(*message: Any) -> None:
@@ -645,6 +646,8 @@ def _attend(fd: int, parent: int, nice: int) -> None:
             break
         if kind == "open":
             settings: Settings = payload[0]
+            if settings.arena in keepers:  # it was told twice
+                continue
             with contextlib.suppress(FileNotFoundError):  # a worker that died while it removed the arena
                 keepers[settings.arena] = Keeper(settings, reporter(settings.arena))
                 keepers[settings.arena].start()
@@ -667,8 +670,9 @@ def _attend(fd: int, parent: int, nice: int) -> None:
             keeper = keepers.pop(payload[0], None)
             error = None
             if keeper is not None:
+                closed.add(payload[0])
                 error = keeper.finish(closed=True, alive=lambda: os.getppid() == parent)
-            else:
+            elif payload[0] not in closed:  # else it was told twice, and the arena may have the only copy of something
                 remove_arena(Arena(Path(payload[0])))
             reporter(payload[0])("closed", None if error is None else _told(error))
         elif kind == "end":
