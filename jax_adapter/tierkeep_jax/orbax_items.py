@@ -19,7 +19,7 @@ import jax
 
 from tierkeep.errors import StorageError, TierkeepError
 from tierkeep.format.orbax_metadata import CHECKPOINT_METADATA
-from tierkeep.save.item import ItemSaver
+from tierkeep.item import ItemSaver
 from tierkeep.step import resolve
 from tierkeep.tiers.local_disk import LocalDisk
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     import orbax.checkpoint as ocp
 
+    from tierkeep.item import StagedItem
     from tierkeep.options import MemoryOptions, SaveOptions
     from tierkeep.save.background import Captured
-    from tierkeep.save.item import StagedItem
 
 __all__ = ["Item", "Items"]
 

@@ -23,11 +23,11 @@ from tests.background.saves import (
 )
 from tierkeep.errors import ClosedError, SaveCancelledError
 from tierkeep.format.part import PART
+from tierkeep.item import ItemSaver
 from tierkeep.memory.client import Client, client
 from tierkeep.options import MemoryOptions
 from tierkeep.save.background import BackgroundSaves
 from tierkeep.save.commit import part_name
-from tierkeep.save.item import ItemSaver
 from tierkeep.testing.numpy_adapter import NumpyAdapter
 
 if TYPE_CHECKING:

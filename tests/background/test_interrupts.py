@@ -25,11 +25,11 @@ from tests.background.saves import (
 from tierkeep import checkpointer as checkpointers
 from tierkeep import handle as handles
 from tierkeep.errors import CheckpointExistsError, ClosedError
+from tierkeep.item import ItemSaver, StagedItem
 from tierkeep.memory import client as clients
 from tierkeep.memory.client import client
 from tierkeep.options import MemoryOptions
 from tierkeep.save import background
-from tierkeep.save.item import ItemSaver, StagedItem
 from tierkeep.testing.numpy_adapter import NumpyAdapter
 
 if TYPE_CHECKING:

@@ -10,21 +10,21 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..engine import Engine
-from ..errors import StorageError, TierkeepError
-from ..events import Events
-from ..options import MemoryOptions, SaveOptions
-from .background import BackgroundSaves, Captured
-from .store import store_part, store_whole
-from .write import write_image
+from .engine import Engine
+from .errors import StorageError, TierkeepError
+from .events import Events
+from .options import MemoryOptions, SaveOptions
+from .save.background import BackgroundSaves, Captured
+from .save.store import store_part, store_whole
+from .save.write import write_image
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ..adapter import Adapter, Snapshot
-    from ..handle import SaveHandle
-    from .commit import Draft
+    from .adapter import Adapter, Snapshot
+    from .handle import SaveHandle
+    from .save.commit import Draft
 
 __all__ = ["ItemSaver", "StagedItem"]
 
