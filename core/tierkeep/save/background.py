@@ -37,11 +37,15 @@ from ..errors import (
     WorkerError,
 )
 from ..events import Event, Events
+from ..format.checksum import unseal
+from ..format.part import PART
 from ..handle import SaveHandle, SaveReport, Stage
 from ..memory.arena import Arena, FileLock, Settings, make_arena, own_arena, sweep_arenas
 from ..memory.budget import check_budget, has_room
 from ..memory.client import client
 from ..memory.image import Image
+from ..step import ITEM, step_path
+from .commit import part_name
 from .job import Job, decode_job, encode_job
 from .plan import encode_plan
 from .sealed import fill_image
@@ -369,7 +373,8 @@ class BackgroundSaves:
     def memory_root(self) -> Path | None:
         """Where the steps stand that this host's memory holds; None if it holds none.
 
-        Saves that a process that died left sealed are taken up first, unless another process is training on this root.
+        Saves that a process that died left sealed are taken up first, unless another process is training on this root. That
+        is not waited for if all of them are steps already, of which only the disk's copy is to be made.
         Raises StorageError if it cannot be told.
         """
         if self._root is None:
@@ -383,7 +388,7 @@ class BackgroundSaves:
         if self._arena is None and arena.has_jobs():
             with contextlib.suppress(BusyError):
                 self._ready()
-        if self._arena is not None:
+        if self._arena is not None and not self._recovered.is_set() and not _stand_in_memory(arena):
             self._recovered.wait()
         return arena.steps
 
@@ -1066,6 +1071,19 @@ def _forget_plans(arena: Arena) -> None:
         for plan in arena.plans.iterdir():
             if plan.name not in used:
                 plan.unlink()
+
+
+def _stand_in_memory(arena: Arena) -> bool:
+    """Whether every save that is sealed is a step of the memory; False also if that cannot be told."""
+    try:
+        for directory in list(arena.sealed.iterdir()):
+            job = decode_job((directory / "job").read_bytes())
+            part = step_path(arena.steps, job.step) / ITEM / part_name(job.rank) / PART
+            if unseal(part.read_bytes())["save_id"] != job.save_id:
+                return False
+    except (OSError, ValueError, KeyError):  # one that ends just now: the worker will tell
+        return False
+    return True
 
 
 def _serve(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
