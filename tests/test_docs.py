@@ -88,8 +88,12 @@ def test_every_python_block_of_the_readme_runs(tmp_path: Path, monkeypatch: pyte
     namespace: dict[str, Any] = {}
     blocks = _blocks(ROOT / "README.md", "python")
     assert len(blocks) >= 3
-    for block in blocks:
-        _run(block, ROOT / "README.md", namespace)
+    try:
+        for block in blocks:
+            _run(block, ROOT / "README.md", namespace)
+    finally:
+        if "orbax_v1" in namespace:
+            namespace["orbax_v1"].close()  # else it keeps its memory and its process for the next save
 
 
 def test_the_readme_names_every_public_name_and_relaxation() -> None:
@@ -256,7 +260,7 @@ def test_imports_keep_to_the_rules() -> None:
             above = {"save", "restore", "checkpointer", "engine", "adapter"}
             assert not inner & (above - {"save"} if path == ROOT / WORKER else above), path
         if stage == "save":
-            assert not inner & {"restore", "checkpointer"}, path
+            assert not inner & {"restore", "checkpointer", "engine", "item"}, path
             assert "adapter" not in _of_core(_imports(path, types=False)), path
         if stage == "restore":
             assert {name.split(".")[-1] for name in names if name.startswith("tierkeep.save")} <= OF_SAVES, path

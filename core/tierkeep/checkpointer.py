@@ -83,12 +83,13 @@ class Checkpointer:
         self.disk_every = disk_every
         self.events = Events()
         """What happens to saves in the background: `events.subscribe(function)`, `events.recent`."""
-        self._engine: Engine | None = Engine(adapter, options, disk)
+        self._engine = Engine(adapter, options, disk)
         self._disk = self._engine.disk
         self._recycler = Recycler(self._disk)
         self._background = BackgroundSaves(
             self.root, adapter, self._disk, self._engine.options, memory or MemoryOptions(), self.events
         )
+        self._closed = False
         self._turn = threading.Lock()
         self._saving = 0  # the thread that is in `save`
         try:
@@ -130,8 +131,8 @@ class Checkpointer:
         self._check_outside(f"save({step})")
         self._open()
         with self._turn:
-            self._saving = threading.get_ident()
             try:
+                self._saving = threading.get_ident()
                 engine = self._open()
                 metrics = _checked(metrics)
                 self._background.raise_failure()
@@ -322,13 +323,12 @@ class Checkpointer:
         A newest step that stands in memory alone is written to the disk. Raises what a save failed of, unless that was
         told already.
         """
-        if self._engine is not None:
-            engine, self._engine = self._engine, None
-            try:
-                self._background.close()
-            finally:
-                self._recycler.close()
-                engine.close()
+        self._closed = True
+        try:
+            self._background.close()  # which goes on where an interrupt left it
+        finally:
+            self._recycler.close()
+            self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -344,14 +344,14 @@ class Checkpointer:
             _log.exception("tierkeep: a save in the background failed")  # the error that led here is the one to raise
 
     def _open(self) -> Engine:
-        if self._engine is None:
+        if self._closed:
             raise ClosedError(f"the checkpointer of {self.root}")
         self._background.check_process()
         return self._engine
 
     def _check_outside(self, call: str) -> None:
         """Raises BusyError inside a save of this thread: it cannot go on while it is waited for."""
-        if self._saving == threading.get_ident():
+        if self._turn.locked() and self._saving == threading.get_ident():
             raise BusyError(
                 f"{call} was called inside a save of the same thread, as from a signal handler: set a flag there, and call "
                 "it after the save. Nothing was done."

@@ -85,7 +85,9 @@ class SaveHandle:
         """What it did, once it has ended well."""
         self._told = False
         self._cancel = cancel
-        self._changed = threading.Condition()
+        # Taken by itself: an interrupt in a condition's own `__enter__` would leave it held.
+        self._guard = threading.RLock()
+        self._changed = threading.Condition(self._guard)
         self._began = time.perf_counter()
 
     def __repr__(self) -> str:
@@ -135,7 +137,7 @@ class SaveHandle:
         """
         if self.done or self._cancel is None or not self._cancel(self):
             return isinstance(self.error, SaveCancelledError)
-        with self._changed:
+        with self._guard:
             self._changed.wait_for(lambda: self.done)
         if isinstance(self.error, SaveCancelledError):
             self._told = True
@@ -143,7 +145,7 @@ class SaveHandle:
         return False
 
     def _wait(self, reached: Callable[[], bool], what: str, timeout_s: float | None) -> bool:
-        with self._changed:
+        with self._guard:
             if not self._changed.wait_for(lambda: reached() or self.done, timeout_s):
                 raise TimeoutError(f"step {self.step} is not {what} after {timeout_s} s; the save goes on")
             if reached():
@@ -156,7 +158,7 @@ class SaveHandle:
     # By whoever carries it out
 
     def reach(self, stage: Stage, seconds: float, nbytes: int) -> None:
-        with self._changed:
+        with self._guard:
             if stage.seconds is None:
                 stage.nbytes = nbytes
                 stage.seconds = seconds
@@ -164,7 +166,7 @@ class SaveHandle:
 
     def end(self, report: SaveReport | None = None, error: Exception | None = None) -> None:
         """The save has ended; what comes later changes nothing."""
-        with self._changed:
+        with self._guard:
             if not self.done:
                 self.report, self.error = report, error
             self._changed.notify_all()

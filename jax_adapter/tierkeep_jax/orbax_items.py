@@ -19,7 +19,7 @@ import jax
 
 from tierkeep.errors import StorageError, TierkeepError
 from tierkeep.format.orbax_metadata import CHECKPOINT_METADATA
-from tierkeep.save.item import ItemSaver
+from tierkeep.item import ItemSaver
 from tierkeep.step import resolve
 from tierkeep.tiers.local_disk import LocalDisk
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     import orbax.checkpoint as ocp
 
+    from tierkeep.item import StagedItem
     from tierkeep.options import MemoryOptions, SaveOptions
     from tierkeep.save.background import Captured
-    from tierkeep.save.item import StagedItem
 
 __all__ = ["Item", "Items"]
 
@@ -92,8 +92,14 @@ class Items:
             self._abandon_before(item)
             state = orbax_state.to_save(state, save_args, custom_metadata)
             saver = self._turn(item)
-            staged = saver.stage(state, name=str(item.path), rank=item.rank, world=item.world, deferred=deferred)
-            item.staged = staged
+            staged = saver.stage(
+                state,
+                name=str(item.path),
+                rank=item.rank,
+                world=item.world,
+                deferred=deferred,
+                begun=lambda staged: setattr(item, "staged", staged),
+            )
 
             def write(save_id: str) -> Finish:
                 self.make_renames_durable()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import subprocess
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +20,7 @@ from tests.background.saves import (
     arena,
     block,
     images,
+    in_thread,
     numbers,
     restore,
     state,
@@ -250,6 +253,38 @@ def test_a_close_that_the_disk_refuses_says_so_and_the_next_process_has_the_step
     last.close()
     assert (root / "1").is_dir()
     assert numbers(restore(opened(root, asynchronous=False), 1)) == {1}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_stands_in_memory_is_restored_before_the_worker_has_taken_up_what_the_last_one_left(
+    whole: bool, small_disk: Path, full: Full, opened: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless one of the saves that were left is no step yet: then it must be waited for."""
+    steps = opened(small_disk / "root")
+    steps.save(0, state(0)).result(DEADLINE_S)
+    with full:
+        steps.save(1, state(1))
+        with pytest.raises(StorageError):
+            steps.wait(DEADLINE_S)
+        with pytest.raises(StorageError):
+            steps.close()
+    if not whole:  # as if it had been killed a moment before
+        shutil.rmtree(arena(steps) / "steps" / "1")
+    again = opened(small_disk / "root")
+    heard, recovered = again._background.heard, threading.Event()
+
+    def hear(kind: str, *payload: Any) -> None:
+        if kind == "recovered":
+            assert recovered.wait(DEADLINE_S)
+        heard(kind, *payload)
+
+    monkeypatch.setattr(again._background, "heard", hear)
+    with in_thread(lambda: restore(again)) as restored:
+        if not whole:
+            until(lambda: again._background._recovered._cond._waiters)  # type: ignore[attr-defined]
+            recovered.set()
+        assert numbers(restored()) == {1}
+        recovered.set()
 
 
 def test_training_goes_on_past_a_disk_that_is_full_for_a_while(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
-from tierkeep.save.item import StagedItem
+from tierkeep.item import StagedItem
 from tierkeep_jax.orbax import Restore, Save
 
 __all__: list[str] = []

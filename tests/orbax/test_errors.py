@@ -17,8 +17,8 @@ from orbax.checkpoint._src.path import atomicity
 from tests.jax import trees
 from tests.orbax import states
 from tierkeep.errors import StorageError, UnsupportedLeafError
+from tierkeep.item import StagedItem
 from tierkeep.save import background, sealed
-from tierkeep.save.item import StagedItem
 from tierkeep_jax.orbax import Handler, Restore, Save
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import pytest
 
 from tests.jax import trees
 from tests.orbax import states
+from tierkeep.item import StagedItem
 from tierkeep.options import MemoryOptions, SaveOptions
-from tierkeep.save.item import StagedItem
 from tierkeep_jax.orbax import Handler, Restore, Save
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from orbax.checkpoint.experimental import v1 as ocp
 from tests.jax import trees
 from tests.orbax import states
 from tierkeep.errors import CorruptCheckpointError, MismatchError, UnsupportedLeafError
-from tierkeep.save.item import StagedItem
+from tierkeep.item import StagedItem
 
 if states.OLD:
     pytest.skip("the next API of this Orbax is another one", allow_module_level=True)

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from tierkeep.item import StagedItem
 from tierkeep.memory.client import client
-from tierkeep.save.item import StagedItem
 from tierkeep_jax.orbax import Handler, Restore, Save
 
 __all__ = ["whole"]

@@ -48,12 +48,12 @@ from tierkeep.errors import (
     TierkeepError,
     UnsupportedLeafError,
 )
+from tierkeep.item import ItemSaver
 from tierkeep.leaf import ArrayShard, Box, Leaf
 from tierkeep.memory.buffers import Buffers
 from tierkeep.options import RestoreOptions, SaveOptions
 from tierkeep.restore.locate import open_source
 from tierkeep.save.commit import Draft, publish, sweep
-from tierkeep.save.item import ItemSaver
 from tierkeep.step import resolve, temporary
 from tierkeep.tiers.local_disk import LocalDisk
 from tierkeep.tree import Node, Tree, Value, decode_value, encode_value, walk

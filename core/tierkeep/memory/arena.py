@@ -131,6 +131,9 @@ class FileLock:
             _held.discard(self._path)
             os.close(fd)
 
+    def __del__(self) -> None:
+        self.close()  # an interrupt came before anybody had it
+
 
 def own_arena(root: Path, directory: str) -> Arena | None:
     """The arena that `root` names as its own and that names it; None if there is none.

@@ -73,15 +73,17 @@ class Client:
         """The arena is closed. With the last one the worker ends, and this returns when it has."""
         with self._lock:
             self._listeners.pop(arena, None)
-            if self._listeners or self._process is None:
+            if self._listeners:
                 return
-            self._ending = True
             process, thread = self._process, self._thread
-            self._send("end")
-        try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
+            if process is not None:
+                self._ending = True
+                self._send("end")
+        if process is not None:
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
@@ -113,13 +115,16 @@ class Client:
                 send_handle(channel, memory, process.pid)
 
     def _start(self, nice: int = 0) -> None:
-        ours, theirs = socket.socketpair()
         self._nice = nice or getattr(self, "_nice", 0)
         # Where this process imports from, the worker does too, whatever directory it runs in.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-P", "-m", "tierkeep.memory.worker"]
+        process: subprocess.Popen[bytes] | None = None
+        channel: Connection | None = None
+        thread: threading.Thread | None = None
+        ours, theirs = socket.socketpair()
         try:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [*command, str(theirs.fileno()), str(os.getpid()), str(self._nice)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -127,24 +132,35 @@ class Client:
                 env=environment,
                 start_new_session=True,  # a Ctrl-C is meant for training
             )
-        except OSError as error:
-            ours.close()
-            what = f"the process that saves in the background could not be started: {error}"
+            channel = Connection(ours.fileno())
+            thread = threading.Thread(target=self._listen, args=(process, channel), name="tierkeep-worker", daemon=True)
+            self._ending = False
+            self._process, self._channel, self._thread = process, channel, thread
+            thread.start()
+        except BaseException as error:
+            if thread is not None and thread.ident is not None:
+                raise  # an interrupt, of what was done
+            self._process = self._channel = self._thread = None
+            if channel is not None:
+                channel.close()  # which ends the process
+                ours.detach()
+            if process is not None:
+                process.kill()
+                process.wait()
+            if isinstance(error, OSError):
+                what = f"the process that saves in the background could not be started: {error}"
+            elif isinstance(error, RuntimeError):  # the interpreter ends, or there are too many
+                what = f"the thread that listens to it could not be started: {error}"
+            else:
+                raise
             raise WorkerError(what, _UNTOUCHED) from error
         finally:
             theirs.close()
-        self._channel = Connection(ours.detach())
-        self._ending = False
-        self._thread = threading.Thread(
-            target=self._listen, args=(self._process, self._channel), name="tierkeep-worker", daemon=True
-        )
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # the interpreter ends, or there are too many
-            self._channel.close()  # which ends the process
-            self._process.wait()
-            self._process = self._channel = self._thread = None
-            raise WorkerError(f"the thread that listens to it could not be started: {error}", _UNTOUCHED) from error
+            if thread is None or thread.ident is None:
+                with contextlib.suppress(OSError):
+                    ours.close()
+            else:
+                ours.detach()
 
     def _listen(self, process: subprocess.Popen[bytes], channel: Connection) -> None:
         while True:

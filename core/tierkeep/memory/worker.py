@@ -625,6 +625,7 @@ def _attend(fd: int, parent: int, nice: int) -> None:
     channel = Connection(fd)
     sending = threading.Lock()
     keepers: dict[str, Keeper] = {}
+    closed: set[str] = set()
 
     def reporter(arena: str) -> Callable[..., None]:
         def report(*message: Any) -> None:
@@ -645,24 +646,33 @@ def _attend(fd: int, parent: int, nice: int) -> None:
             break
         if kind == "open":
             settings: Settings = payload[0]
+            if settings.arena in keepers:  # it was told twice
+                continue
             with contextlib.suppress(FileNotFoundError):  # a worker that died while it removed the arena
                 keepers[settings.arena] = Keeper(settings, reporter(settings.arena))
                 keepers[settings.arena].start()
         elif kind == "allocate":
             arena, count, nbytes = payload
-            keepers[arena].allocate(count, nbytes)
+            if arena in keepers:
+                keepers[arena].allocate(count, nbytes)
         elif kind == "sealed":
             arena, name, with_memory = payload
-            keepers[arena].sealed(name, recv_handle(channel) if with_memory else None)
+            memory = recv_handle(channel) if with_memory else None
+            if arena in keepers:
+                keepers[arena].sealed(name, memory)
+            elif memory is not None:  # of an arena that was closed: what others save goes on
+                os.close(memory)
         elif kind == "cancel":
             arena, save_id = payload
-            keepers[arena].cancel(save_id)
+            if arena in keepers:
+                keepers[arena].cancel(save_id)
         elif kind == "close":
             keeper = keepers.pop(payload[0], None)
             error = None
             if keeper is not None:
+                closed.add(payload[0])
                 error = keeper.finish(closed=True, alive=lambda: os.getppid() == parent)
-            else:
+            elif payload[0] not in closed:  # else it was told twice, and the arena may have the only copy of something
                 remove_arena(Arena(Path(payload[0])))
             reporter(payload[0])("closed", None if error is None else _told(error))
         elif kind == "end":

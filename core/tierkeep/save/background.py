@@ -37,11 +37,15 @@ from ..errors import (
     WorkerError,
 )
 from ..events import Event, Events
+from ..format.checksum import unseal
+from ..format.part import PART
 from ..handle import SaveHandle, SaveReport, Stage
 from ..memory.arena import Arena, FileLock, Settings, make_arena, own_arena, sweep_arenas
 from ..memory.budget import check_budget, has_room
 from ..memory.client import client
 from ..memory.image import Image
+from ..step import ITEM, step_path
+from .commit import part_name
 from .job import Job, decode_job, encode_job
 from .plan import encode_plan
 from .sealed import fill_image
@@ -82,6 +86,8 @@ class BackgroundSaves:
     Guarantees: at most `in_flight` at once, and one image more than that; saves end in the order in which they began; no
     reference to a state outlives its staging; a failure is raised once, by the next `save`, `wait` or `close` or by the
     handle. Nothing is started before the first save (or `prepare`). `close` ends all of it; it may be called twice.
+    An interrupt (what a signal's handler raises) leaves a save either sealed, which goes on, or without a trace, at the
+    latest when this thread saves, waits or closes again; a `close` that was interrupted is called again.
     Not to be used in a forked child, which is told so.
     """
 
@@ -107,28 +113,34 @@ class BackgroundSaves:
         self._images: dict[tuple[int, int], Image] = {}
         self._paths: dict[tuple[int, int], Path] = {}
         """Where the free images are."""
-        self._free: list[Image] = []
+        self._used: set[tuple[int, int]] = set()
+        """Images that a save or the worker has; the others are free."""
+        self._unmapped: set[tuple[int, int]] = set()
+        """Images whose length was changed and whose pages are not there yet."""
         self._filling: set[tuple[int, int]] = set()
         """Images taken that still have the name of a free one: what a worker says of it then is of an earlier use."""
         self._coming = 0
         """Images that the worker was asked for."""
         self._no_image: Exception | None = None
         """Why a save that waits for an image gets none."""
-        self._waiting = 0
-        """Saves that wait for an image."""
         self._saves: dict[str, _Save] = {}
         """Under way, oldest first."""
         self._failures: list[tuple[SaveHandle | None, Exception]] = []
         self._keys: dict[int, tuple[SavePlan, str]] = {}
-        self._changed = threading.Condition()
+        # Taken by itself: an interrupt in a condition's own `__enter__` would leave it held.
+        self._guard = threading.RLock()
+        self._changed = threading.Condition(self._guard)
         self._copies: queue.SimpleQueue[Callable[[], None] | None] | None = None
         self._copier: threading.Thread | None = None
         self._last_number = 0
         self._recovered = threading.Event()
         # One more than can be under way holds the newest step; of items, memory holds none.
         self._most_images = memory.in_flight + (root is not None)
+        self._attached = False
         self._closed: list[Exception | None] | None = None
         self._closing = False
+        self._ended = False
+        self._ending = threading.RLock()
 
     # What a checkpointer asks for
 
@@ -150,6 +162,7 @@ class BackgroundSaves:
         deferred: bool,
     ) -> SaveHandle:
         """Stages a state, or has it staged, and leaves the rest to the worker."""
+        self._put_right()
         self._ready()
         self._check_new(path, step, overwrite=overwrite)
         handle = SaveHandle(step, str(path), self._cancel)
@@ -166,46 +179,58 @@ class BackgroundSaves:
         self._begin(handle, job, captured, deferred=deferred, held=False)
         return handle
 
-    def stage_item(self, captured: Captured, *, name: str, rank: int, world: int, deferred: bool) -> SaveHandle:
+    def begin_item(self, name: str) -> SaveHandle:
+        """What an item is to be staged, released and abandoned by."""
+        return SaveHandle(0, name, self._cancel)
+
+    def stage_item(self, handle: SaveHandle, captured: Captured, *, rank: int, world: int, deferred: bool) -> None:
         """Stages one rank's part of an item; it goes nowhere before `release_item` says where, or `abandon_item`."""
+        self._put_right()
         self._ready()
-        handle = SaveHandle(0, name, self._cancel)
         began = time.perf_counter()
-        with self._changed:
+        with self._guard:
             self._wait_until(lambda: len(self._saves) < self._memory.in_flight)
         handle.waited_s = time.perf_counter() - began
         job = structs.replace(self._job(captured), rank=rank, world=world)
         self._begin(handle, job, captured, deferred=deferred, held=True)
-        return handle
 
     def release_item(self, handle: SaveHandle, item: Path, save_id: str, begun_ns: int) -> None:
         """Has what was staged written into `item`, which stands; all ranks' parts of it have one `save_id`."""
         handle.wait_staged()
-        with self._changed:
-            save = next(each for each in self._saves.values() if each.handle is handle)
+        with self._guard:
+            save = next((each for each in self._saves.values() if each.handle is handle), None)
+            if self._closing or save is None:
+                raise ClosedError(f"what saves {handle.path}")
+            save.thread = threading.get_ident()  # from here on `close` waits for it
         assert self._arena is not None
         directory = self._arena.filling / save.job.save_id
-        # Its own id stays the key here; the other one goes into the records.
-        save.job = structs.replace(save.job, item=str(item), part_of=save_id, begun_ns=begun_ns)
         try:
-            self._seal(save, directory)
-        except OSError as error:
-            save.job = structs.replace(save.job, item=None)  # not released
-            self.abandon_item(handle)
-            raise StorageError(f"sealing {handle.path}", error, "nothing was saved") from error
-        self._tell(save)
+            # Its own id stays the key here; the other one goes into the records.
+            save.job = structs.replace(save.job, item=str(item), part_of=save_id, begun_ns=begun_ns)
+            try:
+                self._seal(save, directory)
+            except OSError as error:
+                raise StorageError(f"sealing {handle.path}", error, "nothing was saved") from error
+            self._tell(save)
+            self._is_done_with(save)
+        except BaseException:
+            self._leave(save)
+            raise
 
     def abandon_item(self, handle: SaveHandle) -> None:
         """Lets go of what was staged and not released."""
-        with self._changed:
+        with self._guard:
             save = next((each for each in self._saves.values() if each.handle is handle), None)
-        if save is None or save.job.item is not None or self._arena is None:
+        if (
+            save is None
+            or save.thread not in (0, threading.get_ident())
+            or save.job.item is not None
+            or self._arena is None
+        ):
             return
         with contextlib.suppress(Exception):
             handle.wait_staged()
-        self._unstage(save)
-        handle.end(error=SaveCancelledError(handle.step))
-        self._end(save)
+        self._take_back(save)
 
     def _job(self, captured: Captured) -> Job:
         assert self._arena is not None
@@ -232,36 +257,78 @@ class BackgroundSaves:
         copies = self._adapter.copies()
         if not deferred:
             self.wait_staged()  # sealed in the order of the saves: of two of the same step the later one stays
-        image = self._acquire(plan.image_nbytes)
-        save = _Save(handle, job, plan, image, captured.seconds, captured.snapshot.leaves)
+        save = _Save(handle, job, plan, captured.seconds, captured.snapshot.leaves)
         save.held = held
         try:
-            if image is None or not image.named:
+            with self._guard:
+                if self._closing:
+                    raise ClosedError(f"the checkpointer of {self._root}")
+                self._saves[job.save_id] = save  # first: from here on `close` waits for it
+            self._acquire(save)
+            named = save.image is not None and save.image.named
+            if not named:
                 self._recovered.wait()  # what the worker finds when it comes to the arena it takes for a dead process's
             handle.waited_s += time.perf_counter() - began
-            if image is not None and not image.named:
+            if save.image is not None and not named:
                 save.job = structs.replace(job, to_disk=True)  # memory without a name is no place to stay in
-            with self._changed:
-                self._saves[job.save_id] = save
             self._events.emit(Event("begun", job.step, total_nbytes=plan.image_nbytes))
-            if not deferred:
+            if deferred:
+                self._copy_later(lambda: self._stage_later(save, copies))
+            else:
                 self._stage(save, copies)
-                return
-            if self._copies is None:
-                self._copies = queue.SimpleQueue()
-                self._copier = threading.Thread(target=_serve, args=(self._copies,), name="tierkeep-copy", daemon=True)
-                self._copier.start()
-            self._copies.put(lambda: self._stage_later(save, copies))
+            self._is_done_with(save)
         except BaseException:  # also an interrupt: a save that nobody carries on would be waited for for ever
-            if not save.staged:
-                self._unstage(save)
-                handle.end(error=SaveCancelledError(handle.step))
-                self._end(save)
+            self._leave(save)
             raise
+
+    def _is_done_with(self, save: _Save) -> None:
+        with self._guard:
+            if save.thread == threading.get_ident():
+                save.thread = 0
+            self._changed.notify_all()
+
+    def _leave(self, save: _Save) -> None:
+        """Ends what this thread was doing with a save, wherever it is: one that is sealed goes on, of another nothing is left.
+
+        Doing it again, after another interrupt, does no harm.
+        """
+        with self._guard:
+            if save.thread != threading.get_ident():
+                save.cancelled = True  # the copier has it, and ends it
+                return
+            save.left = True
+        assert self._arena is not None
+        if save.sealing and not (self._arena.filling / save.job.save_id).exists():
+            self._was_sealed(save)
+        else:
+            self._take_back(save)
+        self._is_done_with(save)
+
+    def _take_back(self, save: _Save) -> None:
+        self._unstage(save)
+        save.handle.end(error=SaveCancelledError(save.handle.step))
+        self._end(save)
+
+    def _put_right(self) -> None:
+        """Ends what an interrupt left of this thread's saves, if it came even while another one was seen to."""
+        here = threading.get_ident()
+        with self._guard:
+            left = [save for save in self._saves.values() if save.thread == here]
+        for save in left:
+            self._leave(save)
+
+    def _copy_later(self, task: Callable[[], None]) -> None:
+        if self._copier is None:
+            self._copies = queue.SimpleQueue()
+            self._copier = threading.Thread(target=_serve, args=(self._copies,), name="tierkeep-copy", daemon=True)
+        if self._copier.ident is None:
+            self._copier.start()
+        assert self._copies is not None
+        self._copies.put(task)
 
     def raise_failure(self) -> None:
         """Raises the oldest failure that nobody was told of; it is told now."""
-        with self._changed:
+        with self._guard:
             while self._failures:
                 handle, error = self._failures.pop(0)
                 if handle is None or not handle._told:
@@ -279,7 +346,8 @@ class BackgroundSaves:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Returns when no save is under way. Raises a failure that nobody was told of, and TimeoutError."""
-        with self._changed:
+        self._put_right()
+        with self._guard:
             if not self._changed.wait_for(lambda: not self._saves, timeout_s):
                 steps = [save.handle.step for save in self._saves.values()]
                 raise TimeoutError(f"steps {steps} are still being saved after {timeout_s} s; the saves go on")
@@ -289,12 +357,14 @@ class BackgroundSaves:
         """Returns when every state that a deferred save was given has been copied, or cannot be."""
         if self._pid != os.getpid():
             return  # a fork has no copier
-        with self._changed:
-            self._changed.wait_for(lambda: all(save.staged for save in self._saves.values()))
+        here = threading.get_ident()  # what this one copies itself it need not, and cannot, wait for
+        with self._guard:
+            self._changed.wait_for(lambda: all(save.staged or save.thread == here for save in self._saves.values()))
 
     def settle(self) -> None:
         """Returns when every save that had begun is whole in memory, on the disk, or has failed."""
-        with self._changed:
+        self._put_right()
+        with self._guard:
             waiting = list(self._saves.values())
             self._changed.wait_for(lambda: all(save.handle.kept.done or save.handle.done for save in waiting))
             if self._anonymous:
@@ -303,7 +373,8 @@ class BackgroundSaves:
     def memory_root(self) -> Path | None:
         """Where the steps stand that this host's memory holds; None if it holds none.
 
-        Saves that a process that died left sealed are taken up first, unless another process is training on this root.
+        Saves that a process that died left sealed are taken up first, unless another process is training on this root. That
+        is not waited for if all of them are steps already, of which only the disk's copy is to be made.
         Raises StorageError if it cannot be told.
         """
         if self._root is None:
@@ -317,7 +388,7 @@ class BackgroundSaves:
         if self._arena is None and arena.has_jobs():
             with contextlib.suppress(BusyError):
                 self._ready()
-        if self._arena is not None:
+        if self._arena is not None and not self._recovered.is_set() and not _stand_in_memory(arena):
             self._recovered.wait()
         return arena.steps
 
@@ -326,42 +397,63 @@ class BackgroundSaves:
 
         Raises a failure that nobody was told of. Where the disk refuses the newest step, memory keeps it.
         """
-        if self._closing or self._pid != os.getpid():
+        if self._pid != os.getpid():
             return
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        if self._arena is None:
-            return
-        if self._copies is not None and self._copier is not None:
-            self._copies.put(None)
-            self._copier.join()
-        path = str(self._arena.path)
-        self._closed = []
-        try:
-            client().send("close", path)
-        except WorkerError as error:
-            self._closed.append(error)
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._closed))
-        client().detach(path)
-        _open.discard(self)
-        for image in self._images.values():
-            if image.pinned is not None:
-                image.pinned()
-            image.close()
-        self._images.clear()
-        self._free.clear()
-        if self._owner is not None:
-            self._owner.close()
+        with self._ending:
+            if self._ended:
+                return
+            with self._guard:
+                self._closing = True
+                self._changed.notify_all()
+            if self._arena is not None:
+                self._close(self._arena)
+            self._ended = True
         self.raise_failure()
-        failure = self._closed[0]
+        failure = self._closed[0] if self._closed else None
         if failure is not None:
             raise failure
 
+    def _close(self, arena: Arena) -> None:
+        """Every line of it may be done again: an interrupt may come between any two."""
+        self._put_right()
+        here = threading.get_ident()
+        with self._guard:
+            # The worker is told of the end last: what it hears of later has no place any more.
+            self._changed.wait_for(lambda: all(save.thread in (0, here) for save in self._saves.values()))
+            never_released = [save.handle for save in self._saves.values() if save.held and save.job.item is None]
+        if self._copies is not None and self._copier is not None and self._copier.ident is not None:
+            self._copies.put(None)
+            self._copier.join()
+        for handle in never_released:
+            self.abandon_item(handle)
+        path = str(arena.path)
+        self._attach()
+        if self._closed is None:
+            self._closed = []
+        if not self._closed:
+            try:
+                client().send("close", path)
+            except WorkerError as error:
+                self._closed.append(error)
+            with self._guard:
+                self._changed.wait_for(lambda: bool(self._closed))
+        client().detach(path)
+        for image in self._images.values():
+            self._unpin(image)
+            image.close()
+        with self._guard:
+            left = list(self._saves.values())
+        for save in left:  # which the handler of a signal closed in the middle of
+            save.handle.end(error=ClosedError(f"the checkpointer of {self._root}"))
+            self._end(save)
+        self._images.clear()
+        if self._owner is not None:
+            self._owner.close()
+        _open.discard(self)
+
     @property
     def under_way(self) -> list[SaveHandle]:
-        with self._changed:
+        with self._guard:
             return [save.handle for save in self._saves.values()]
 
     # Before a save
@@ -381,8 +473,11 @@ class BackgroundSaves:
         self.check_process()
         if self._closing:
             raise ClosedError(f"the checkpointer of {self._root}")
-        if self._arena is not None:
-            return
+        if self._arena is None:
+            self._open_arena()
+        self._attach()
+
+    def _open_arena(self) -> None:
         directory = self._memory.directory
         owner: FileLock | None
         try:
@@ -399,23 +494,31 @@ class BackgroundSaves:
                 f"another checkpointer saves into {self._root} in the background: one at a time can. End it, or pass "
                 "asynchronous=False. Nothing was saved."
             )
-        self._arena, self._owner = arena, owner
         _forget_plans(arena)
+        self._owner, self._arena = owner, arena
+
+    def _attach(self) -> None:
+        """Has the worker open the arena, if it was not told to."""
+        if self._attached:
+            return
+        assert self._arena is not None
         atexit.unregister(_close_all)
         atexit.register(_close_all)
         _open.add(self)
         try:
-            client().attach(str(arena.path), self, self._memory.nice)
-        except BaseException:
+            client().attach(str(self._arena.path), self, self._memory.nice)
+        except Exception:
             _open.discard(self)
-            self._arena = self._owner = None
-            owner.close()
+            owner, self._arena, self._owner = self._owner, None, None
+            if owner is not None:
+                owner.close()
             raise
+        self._attached = True
 
     def _check_new(self, path: Path, step: int, *, overwrite: bool) -> None:
         if overwrite:
             return
-        with self._changed:
+        with self._guard:
             if any(save.handle.step == step for save in self._saves.values()):
                 raise CheckpointExistsError(str(path), "it is being saved; pass overwrite=True to save it again")
         if self._disk.exists(path):  # also if it is for memory alone: it may be the last one, which comes to the disk
@@ -424,7 +527,7 @@ class BackgroundSaves:
     def _await_turn(self) -> bool:
         """Waits until fewer saves are under way than may be; False if the policy is not to wait."""
         most = self._memory.in_flight
-        with self._changed:
+        with self._guard:
             if self._memory.when_full == "skip" and len(self._saves) >= most:
                 return False
             self._wait_until(lambda: len(self._saves) < most)
@@ -441,89 +544,117 @@ class BackgroundSaves:
         self._last_number = max(self._last_number + 1, time.time_ns())
         return self._last_number
 
-    def _acquire(self, nbytes: int) -> Image | None:
-        """A free image of exactly this size; the worker is asked for images if there are not enough of them."""
+    @property
+    def _free(self) -> list[Image]:
+        """The images that nobody has."""
+        return [image for identity, image in list(self._images.items()) if identity not in self._used]
+
+    def _acquire(self, save: _Save) -> None:
+        """Gives a save a free image of its size; the worker is asked for images if there are not enough of them."""
+        nbytes = save.plan.image_nbytes
         if not nbytes:
-            return None
+            return
         while True:
-            with self._changed:
+            with self._guard:
                 if self._no_image is not None:
                     error, self._no_image = self._no_image, None
                     self._is_told(error)
                     raise error
-                if self._free:
-                    image = next((each for each in self._free if each.nbytes == nbytes), self._free[0])
-                    self._free.remove(image)
+                if free := self._free:
+                    image = next((each for each in free if each.nbytes == nbytes), free[0])
+                    save.image = image  # first: from here on an interrupt gives it back
                     self._filling.add(image.identity)
+                    self._used.add(image.identity)
                     break
                 short = self._missing() > 0
             if short:
                 self._allocate(nbytes, self._most_images)
                 continue
-            self._waiting += 1
-            try:
-                client().wake()  # all images may be in the hands of one that died
-                with self._changed:
-                    # Some are missing again if the worker that was asked for them died.
-                    self._wait_until(lambda: self._free or self._no_image is not None or self._missing() > 0)
-            finally:
-                self._waiting -= 1
+            client().wake()  # all images may be in the hands of one that died
+            with self._guard:
+                # Some are missing again if the worker that was asked for them died.
+                self._wait_until(lambda: self._free or self._no_image is not None or self._missing() > 0)
         if image.nbytes != nbytes:
             try:
                 check_budget(nbytes - image.nbytes, self._in_use(), 1, self._memory.budget_nbytes)
+                self._unmapped.add(image.identity)
                 self._unpin(image)
                 image.resize(nbytes)
-            except BaseException as error:
-                self._give_back(image)
-                if not isinstance(error, OSError) or isinstance(error, StorageError):
+            except OSError as error:
+                if isinstance(error, StorageError):
                     raise
                 if error.errno != errno.ENOSPC or not image.named:
                     raise StorageError("enlarging an image", error, "nothing was saved") from error
-                return self._replace(image, nbytes)
+                self._replace(save)
+                return
+        if image.identity in self._unmapped:
             self._map(image)
-        return image
+            self._unmapped.discard(image.identity)
 
-    def _replace(self, image: Image, nbytes: int) -> Image:
-        """Takes memory without a name in the place of a free image that cannot grow where it is."""
+    def _replace(self, save: _Save) -> None:
+        """Takes memory without a name in the place of an image that cannot grow where it is."""
+        nbytes = save.plan.image_nbytes
         self._say_anonymous(1, nbytes)
         try:
-            new = Image.anonymous(nbytes)
+            save.instead = Image.anonymous(nbytes)
         except OSError as error:
             raise StorageError("allocating an image", error, "nothing was saved") from error
-        with self._changed:
-            self._free.remove(image)
-            del self._images[image.identity]
+        self._unmapped.add(save.instead.identity)
+        self._swap(save)
+        assert save.image is not None
+        self._map(save.image)
+        self._unmapped.discard(save.image.identity)
+
+    def _swap(self, save: _Save) -> None:
+        """Puts `save.instead` in the place of its image. Doing it again, after an interrupt, does no harm."""
+        old, new = save.image, save.instead
+        assert old is not None
+        assert new is not None
+        with self._guard:
+            self._used.add(new.identity)
             self._images[new.identity] = new
-            path = self._paths.pop(image.identity)
-        image.close()
-        path.unlink(missing_ok=True)
-        self._map(new)
-        return new
+            if old is not new:
+                self._images.pop(old.identity, None)
+                self._used.discard(old.identity)
+                self._filling.discard(old.identity)
+                self._unmapped.discard(old.identity)
+                if old.identity in self._paths:
+                    self._paths[old.identity].unlink(missing_ok=True)
+                    del self._paths[old.identity]
+                old.close()
+                save.image = new
+            save.instead = None
 
     def _missing(self) -> int:
         return self._most_images - len(self._images) - self._coming
 
     def _allocate(self, nbytes: int, count: int) -> None:
         """Asks for as many images as are missing of `count`."""
-        with self._changed:
+        with self._guard:
             count -= len(self._images) + self._coming
             if count <= 0 or not nbytes:
                 return
             check_budget(count * nbytes, self._in_use(), count, self._memory.budget_nbytes)
             anonymous = self._anonymous or not has_room(self._memory.directory, count * nbytes)
-            self._coming += count
         assert self._arena is not None
         if not anonymous:
-            client().send("allocate", str(self._arena.path), count, nbytes)
+            try:
+                with self._guard:
+                    self._coming += count
+                client().send("allocate", str(self._arena.path), count, nbytes)
+            except BaseException:
+                with self._guard:  # who waits asks again; one too many is let go of
+                    self._coming = 0
+                    self._changed.notify_all()
+                raise
             return
         self._say_anonymous(count, nbytes)
         for _ in range(count):
             try:
-                image = Image.anonymous(nbytes)
+                self._add(Image.anonymous(nbytes))
             except OSError as error:
                 self.heard("no_image", pickle.dumps(StorageError("allocating an image", error, "nothing was saved")))
                 return
-            self._add(image)
 
     def _say_anonymous(self, count: int, nbytes: int) -> None:
         if not self._anonymous:
@@ -542,18 +673,19 @@ class BackgroundSaves:
     def _add(self, image: Image) -> None:
         try:
             self._map(image)
+            with self._guard:
+                self._coming = max(0, self._coming - 1)
+                self._images[image.identity] = image
+                self._changed.notify_all()
         except BaseException:
-            image.close()
+            if self._images.get(image.identity) is not image:
+                self._unpin(image)
+                image.close()
             raise
-        with self._changed:
-            self._coming = max(0, self._coming - 1)
-            self._images[image.identity] = image
-            self._free.append(image)
-            self._changed.notify_all()
 
     def _map(self, image: Image) -> None:
         image.populate()
-        if image.nbytes:
+        if image.nbytes and image.pinned is None:
             image.pinned = self._adapter.pin(image.array)
 
     def _unpin(self, image: Image) -> None:
@@ -592,7 +724,7 @@ class BackgroundSaves:
             directory.mkdir()
             if save.image is not None and save.image.named:
                 self._paths[save.image.identity].rename(directory / "image")
-                with self._changed:
+                with self._guard:
                     del self._paths[save.image.identity]
                     self._filling.discard(save.image.identity)
             if save.image is not None:
@@ -606,6 +738,8 @@ class BackgroundSaves:
                 fill_image(save.plan, save.leaves, save.image.array, lanes=lanes, copies=copies, step=step)
             if changed := _changed(save):
                 raise ChangedLeafError(handle.step, changed)
+            seconds = time.perf_counter() - began
+            save.seconds |= {"wait": handle.waited_s, "stage": seconds}
             if not save.held:
                 self._seal(save, directory)
         except BaseException as error:
@@ -618,26 +752,43 @@ class BackgroundSaves:
                 del failure  # in the frame, which is in its traceback, it would live until the collector comes by
         finally:
             save.leaves = []
-        seconds = time.perf_counter() - began
-        try:
-            with self._changed:
-                save.staged = True
-                save.seconds |= {"wait": handle.waited_s, "stage": seconds}
-                self._changed.notify_all()
-            handle.reach(handle.staged, seconds, save.plan.nbytes)
+        self._was_staged(save)
+        if not save.held:
+            self._tell(save)
+
+    def _was_staged(self, save: _Save) -> None:
+        handle, seconds = save.handle, save.seconds["stage"]
+        with self._guard:
+            known, save.staged = save.staged, True
+            self._changed.notify_all()
+        handle.reach(handle.staged, seconds, save.plan.nbytes)
+        if not known:
             self._events.emit(Event("staged", handle.step, "", save.plan.nbytes, save.plan.nbytes, seconds))
+
+    def _was_sealed(self, save: _Save) -> None:
+        """Goes on with a save that is sealed, wherever it was interrupted after that."""
+        save.leaves = []
+        save.sealed = True
+        try:
+            self._was_staged(save)
         finally:
-            if not save.held:
-                self._tell(save)
+            self._tell(save)
 
     def _seal(self, save: _Save, directory: Path) -> None:
         """From here on the save needs this process no more."""
         assert self._arena is not None
         (directory / "job").write_bytes(encode_job(save.job))
         os.link(self._arena.plans / save.job.plan, directory / "plan")  # which may be forgotten there before it is here
-        directory.rename(self._arena.sealed / save.job.name)
+        with self._guard:
+            save.sealing = True
+            directory.rename(self._arena.sealed / save.job.name)
+            save.sealed = True
 
     def _stage_later(self, save: _Save, copies: Any) -> None:
+        with self._guard:
+            if save.left:
+                return  # the call was interrupted, and takes it back
+            save.thread = threading.get_ident()  # from here on it is this one's
         try:
             self._stage(save, copies)
         except BaseException as error:  # noqa: BLE001  raised in the training's own thread, at its next call
@@ -652,6 +803,8 @@ class BackgroundSaves:
                 self._failed(save, error)
             else:
                 self._failed(save, WorkerError(f"copying step {save.job.step}: {error!r}", _UNTOUCHED))
+        finally:
+            self._is_done_with(save)
 
     def _tell(self, save: _Save) -> None:
         """Has the worker take up a save that is sealed."""
@@ -665,29 +818,29 @@ class BackgroundSaves:
             self._failed(save, error)
 
     def _unstage(self, save: _Save) -> None:
-        """Takes back what `_stage` did, whatever that is."""
+        """Takes back what `_stage` did, whatever that is. Doing it again does no harm."""
         assert self._arena is not None
+        save.leaves = []
         directory = self._arena.filling / save.job.save_id
-        with contextlib.suppress(OSError):  # an interrupt came just when it was sealed
-            (self._arena.sealed / save.job.name).rename(directory)
+        if save.instead is not None:
+            self._swap(save)
         if save.image is not None:
-            if save.image.named:
+            if (staged := directory / "image").exists():
                 path = self._arena.new_free()
+                self._paths[save.image.identity] = path  # first: an interrupt in between has it done again
                 with contextlib.suppress(OSError):
-                    (directory / "image").rename(path)
-                    self._paths[save.image.identity] = path
+                    staged.rename(path)
             self._give_back(save.image)
         shutil.rmtree(directory, ignore_errors=True)
 
     def _give_back(self, image: Image) -> None:
-        with self._changed:
+        with self._guard:
             self._filling.discard(image.identity)
-            if image not in self._free:
-                self._free.append(image)
+            self._used.discard(image.identity)
             self._changed.notify_all()
 
     def _cancel(self, handle: SaveHandle) -> bool:
-        with self._changed:
+        with self._guard:
             save = next((each for each in self._saves.values() if each.handle is handle), None)
             if save is None:
                 return False
@@ -700,12 +853,13 @@ class BackgroundSaves:
 
     def settings(self, *, fresh: bool) -> Settings:
         assert self._arena is not None
-        pending = tuple(save_id for save_id, save in list(self._saves.items()) if save.sealed)
+        with self._guard:
+            pending = tuple(save_id for save_id, save in self._saves.items() if save.sealed)
         return Settings(str(self._arena.path), fresh, pending, self._memory.write_bytes_per_s)
 
     def restarted(self) -> None:
         self._events.emit(Event("worker", None))
-        with self._changed:
+        with self._guard:
             self._coming = 0
             self._changed.notify_all()
         for save in list(self._saves.values()):
@@ -715,12 +869,12 @@ class BackgroundSaves:
             client().send("close", str(self._arena.path))
 
     def lost(self, error: WorkerError) -> None:
-        with self._changed:
+        with self._guard:
             saves = [save for save in self._saves.values() if save.sealed]
         for save in saves:
             self._failed(save, error)
-        with self._changed:
-            if self._waiting:
+        with self._guard:
+            if any(save.image is None and save.plan.image_nbytes for save in self._saves.values()):  # they wait for one
                 self._no_image = error
             self._coming = 0
             self._recovered.set()
@@ -733,14 +887,14 @@ class BackgroundSaves:
         if kind == "image":
             self._take(Path(payload[0]))
         elif kind == "no_image":
-            with self._changed:
+            with self._guard:
                 self._coming = 0
                 self._no_image = pickle.loads(payload[0])
                 self._changed.notify_all()
         elif kind == "recovered":
             self._recovered.set()
         elif kind == "closed":
-            with self._changed:
+            with self._guard:
                 assert self._closed is not None
                 self._closed.append(None if payload[0] is None else pickle.loads(payload[0]))
                 self._changed.notify_all()
@@ -751,7 +905,7 @@ class BackgroundSaves:
         save = self._saves.get(save_id)
         if save is None:  # one that another process had begun
             if kind == "failed":
-                with self._changed:
+                with self._guard:
                     self._failures.append((None, pickle.loads(payload[0])))
             return
         handle, plan = save.handle, save.plan
@@ -766,7 +920,7 @@ class BackgroundSaves:
             handle.reach(stage, seconds, plan.image_nbytes)
             what: Literal["kept", "written", "committed"] = kind  # type: ignore[assignment]
             self._events.emit(Event(what, handle.step, "", plan.image_nbytes, plan.image_nbytes, seconds))
-            with self._changed:
+            with self._guard:
                 self._changed.notify_all()
         elif kind == "progress":
             stage_name, done, total = payload
@@ -802,7 +956,7 @@ class BackgroundSaves:
             self._add(image)
             return
         image.close()
-        with self._changed:
+        with self._guard:
             if known.identity in self._filling:
                 return
             self._paths[known.identity] = path
@@ -822,7 +976,7 @@ class BackgroundSaves:
         self._end(save)
 
     def _failed(self, save: _Save, error: Exception) -> None:
-        with self._changed:
+        with self._guard:
             self._failures.append((save.handle, error))
         self._events.emit(Event("failed", save.handle.step, error=error))
         if save.handle.committed.done:
@@ -831,35 +985,53 @@ class BackgroundSaves:
         self._end(save)
 
     def _end(self, save: _Save) -> None:
-        with self._changed:
+        with self._guard:
             self._saves.pop(save.job.save_id, None)
-            if save.image is not None and not save.image.named and save.image not in self._free:
-                self._free.append(save.image)
+            if save.image is not None and not save.image.named:
+                self._used.discard(save.image.identity)
             self._changed.notify_all()
 
 
 class _Save:
     """One save under way."""
 
-    __slots__ = ("cancelled", "handle", "held", "image", "job", "leaves", "plan", "seconds", "staged")
+    __slots__ = (
+        "cancelled",
+        "handle",
+        "held",
+        "image",
+        "instead",
+        "job",
+        "leaves",
+        "left",
+        "plan",
+        "sealed",
+        "sealing",
+        "seconds",
+        "staged",
+        "thread",
+    )
 
-    def __init__(
-        self, handle: SaveHandle, job: Job, plan: SavePlan, image: Image | None, planned_s: float, leaves: list[Leaf]
-    ) -> None:
+    def __init__(self, handle: SaveHandle, job: Job, plan: SavePlan, planned_s: float, leaves: list[Leaf]) -> None:
         self.handle = handle
         self.job = job
         self.plan = plan
-        self.image = image
+        self.image: Image | None = None
+        self.instead: Image | None = None
+        """One that is about to take its place."""
         self.leaves = leaves
         self.seconds: dict[str, float] = {"plan": planned_s}
         self.staged = False
+        self.sealing = False
+        """Whether it may be sealed: it is if it is not among what is filled any more."""
+        self.sealed = False
         self.held = False
         """Of an item: it is sealed when it is told where to."""
         self.cancelled = False
-
-    @property
-    def sealed(self) -> bool:
-        return self.staged and (not self.held or self.job.item is not None)
+        self.left = False
+        """By a call that was interrupted, which takes it back."""
+        self.thread = threading.get_ident()
+        """Which begins or releases it just now; 0 if none does."""
 
 
 def _changed(save: _Save) -> list[str]:
@@ -899,6 +1071,19 @@ def _forget_plans(arena: Arena) -> None:
         for plan in arena.plans.iterdir():
             if plan.name not in used:
                 plan.unlink()
+
+
+def _stand_in_memory(arena: Arena) -> bool:
+    """Whether every save that is sealed is a step of the memory; False also if that cannot be told."""
+    try:
+        for directory in list(arena.sealed.iterdir()):
+            job = decode_job((directory / "job").read_bytes())
+            part = step_path(arena.steps, job.step) / ITEM / part_name(job.rank) / PART
+            if unseal(part.read_bytes())["save_id"] != job.save_id:
+                return False
+    except (OSError, ValueError, KeyError):  # one that ends just now: the worker will tell
+        return False
+    return True
 
 
 def _serve(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:

@@ -10,21 +10,21 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..engine import Engine
-from ..errors import StorageError, TierkeepError
-from ..events import Events
-from ..options import MemoryOptions, SaveOptions
-from .background import BackgroundSaves, Captured
-from .store import store_part, store_whole
-from .write import write_image
+from .engine import Engine
+from .errors import StorageError, TierkeepError
+from .events import Events
+from .options import MemoryOptions, SaveOptions
+from .save.background import BackgroundSaves, Captured
+from .save.store import store_part, store_whole
+from .save.write import write_image
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ..adapter import Adapter, Snapshot
-    from ..handle import SaveHandle
-    from .commit import Draft
+    from .adapter import Adapter, Snapshot
+    from .handle import SaveHandle
+    from .save.commit import Draft
 
 __all__ = ["ItemSaver", "StagedItem"]
 
@@ -87,19 +87,24 @@ class ItemSaver:
         rank: int = 0,
         world: int = 1,
         deferred: bool | Callable[[Captured], bool] = False,
+        begun: Callable[[StagedItem], object] = lambda _: None,
     ) -> StagedItem:
         """Copies this rank's part of `state`; after the call the state may be changed, unless it is `deferred`.
 
         Whether it is can be left to a function, which may replace leaves by copies. `name` stands for the item in
-        messages. Raises UnsupportedLeafError, NameCollisionError, StorageError.
+        messages. `begun` is given what this returns before anything is copied, so that also a caller that is interrupted
+        can `abandon` it. Raises UnsupportedLeafError, NameCollisionError, StorageError.
         """
         captured = self._engine.capture(state, rank=rank, world=world)
         if not isinstance(deferred, bool):
             deferred = deferred(captured)
-        handle = self._background.stage_item(captured, name=name, rank=rank, world=world, deferred=deferred)
-        # The leaves are the staging's by now, which lets go of them when they are copied.
-        captured = Captured(captured.snapshot.without_leaves(), captured.plan, captured.seconds)
-        return StagedItem(self, captured, handle, rank, world)
+        handle = self._background.begin_item(name)
+        # Without the leaves: the staging lets go of them when they are copied.
+        kept = Captured(captured.snapshot.without_leaves(), captured.plan, captured.seconds)
+        staged = StagedItem(self, kept, handle, rank, world)
+        begun(staged)
+        self._background.stage_item(handle, captured, rank=rank, world=world, deferred=deferred)
+        return staged
 
     def save(self, state: Any, item: Path, save_id: str, *, rank: int = 0, world: int = 1) -> Captured:
         """Writes this rank's part into `item` without an image: copy, checksum and write overlap. Returns when durable.
