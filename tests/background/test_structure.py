@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from tests.background.saves import (
     until,
 )
 from tierkeep.testing.strategies import exact_form
+from tierkeep.tiers.host_memory import HostMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,3 +109,23 @@ def test_an_unchanged_structure_is_planned_and_told_once(steps: Checkpointer) ->
     assert steps._engine.plans.misses == 1
     assert len(list((arena(steps) / "plans").iterdir())) == 1
     until(lambda: steps._background._free)
+
+
+def test_an_image_that_a_restore_has_mapped_is_never_cut_short(
+    opened: Callable[..., Checkpointer], memory: Path
+) -> None:
+    steps = opened()
+    steps.save(0, {"x": array(0, VALUES * 4)}, to_disk=False).result(DEADLINE_S)
+    (image,) = (path for path in arena(steps).glob("steps/0/default/*/d/*") if path.stat().st_size > VALUES)
+    reader = HostMemory().open_image(image, direct=False)
+    try:
+        nbytes = reader.nbytes
+        for number in range(1, 7):  # each image comes around more than once
+            steps.save(number, {"x": array(number, VALUES)}, to_disk=False).result(DEADLINE_S)
+            assert reader.mapped is not None
+            assert len(reader.mapped) == nbytes == os.stat(f"/proc/self/fd/{reader.fileno()}").st_size
+            assert reader.mapped[-1] is not None  # a page behind the end would kill this process
+            assert np.array_equal(restore(steps)["x"], array(number, VALUES))
+    finally:
+        reader.close()
+    assert len(images(memory)) == 2

@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["MARKER", "Arena", "FileLock", "Settings", "make_arena", "own_arena", "remove_arena", "sweep_arenas"]
+__all__ = ["MARKER", "NEW", "Arena", "FileLock", "Settings", "make_arena", "own_arena", "remove_arena", "sweep_arenas"]
 
 MARKER = ".tierkeep-memory"
+NEW = ".new"  # the ending, among what is being filled, of an image that is being made
 _ROOT = "root"
 _REMOVED = ".removed"  # the ending of an arena that is being removed
 _HEX = frozenset("0123456789abcdef")

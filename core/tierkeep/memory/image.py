@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 from typing import TYPE_CHECKING, Any
@@ -93,13 +94,20 @@ class Image:
                 pages[...] = pages.copy()
 
     def resize(self, nbytes: int) -> None:
-        """Makes it `nbytes` long; what it held is lost. Raises OSError (ENOSPC) with nothing changed."""
+        """Makes it `nbytes` long; what it held is lost.
+
+        Raises OSError with nothing changed: ENOSPC, and BlockingIOError if it would become shorter while a restore has it
+        mapped (`MappedReader`), which the kernel would kill.
+        """
+        if nbytes < self.nbytes:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._unmap()
         try:
             if nbytes > self.nbytes:
                 os.posix_fallocate(self._fd, 0, nbytes)
             os.ftruncate(self._fd, nbytes)
         finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
             self.nbytes = os.fstat(self._fd).st_size
 
     def fileno(self) -> int:

@@ -37,7 +37,7 @@ from ..save.sealed import checksum_image, write_sealed
 from ..save.store import retain, store, store_part
 from ..step import ITEM, doomed, is_step_name, leftover, list_steps, step_path
 from ..tiers.local_disk import LocalDisk
-from .arena import Arena, Settings, remove_arena
+from .arena import NEW, Arena, Settings, remove_arena
 from .image import Image
 from .priority import Throttle, lower_priority
 
@@ -50,7 +50,6 @@ _RECORD_LIMIT = 1 << 31  # bytes
 _BROKEN = 70  # exit status, EX_SOFTWARE
 _PROGRESS_NBYTES = 64 << 20  # between two reports of how far a save is
 _DONE = ".done"  # the ending, among what is being filled, of a job that is over
-_NEW = ".new"  # and of an image that is being made
 _FAILED = "failed"  # lies beside a job that the disk refused, which was told
 
 
@@ -109,7 +108,7 @@ class Keeper:
         def task() -> None:
             for _ in range(count):
                 path = self._arena.new_free()
-                temporary = self._arena.filling / f"{path.name}{_NEW}"
+                temporary = self._arena.filling / f"{path.name}{NEW}"
                 try:
                     Image.create(temporary, nbytes).close()
                     temporary.rename(path)
@@ -178,7 +177,7 @@ class Keeper:
         for each in list(arena.filling.iterdir()):
             if each.name.endswith(_DONE):
                 self._clear(each)
-            elif each.name.endswith(_NEW):
+            elif each.name.endswith(NEW):
                 each.unlink()
         for step in list_steps(self._disk, arena.steps):
             item = step_path(arena.steps, step) / ITEM
@@ -540,9 +539,11 @@ class Keeper:
             image.close()
             return known
         if known is not None:
-            known.close()
-        while len(self._images) >= 16:
-            self._images.pop(next(iter(self._images))).close()
+            self._images.pop(known.identity).close()
+        image.named = fd is None
+        for identity, other in list(self._images.items()):
+            if len(self._images) >= 16 or (other.named and not os.fstat(other.fileno()).st_nlink):
+                self._images.pop(identity).close()  # one that is gone comes no more
         self._images[image.identity] = image
         return image
 

@@ -40,7 +40,7 @@ from ..events import Event, Events
 from ..format.checksum import unseal
 from ..format.part import PART
 from ..handle import SaveHandle, SaveReport, Stage
-from ..memory.arena import Arena, FileLock, Settings, make_arena, own_arena, sweep_arenas
+from ..memory.arena import NEW, Arena, FileLock, Settings, make_arena, own_arena, sweep_arenas
 from ..memory.budget import check_budget, has_room
 from ..memory.client import client
 from ..memory.image import Image
@@ -583,20 +583,21 @@ class BackgroundSaves:
             except OSError as error:
                 if isinstance(error, StorageError):
                     raise
-                if error.errno != errno.ENOSPC or not image.named:
+                if not isinstance(error, BlockingIOError) and (error.errno != errno.ENOSPC or not image.named):
                     raise StorageError("enlarging an image", error, "nothing was saved") from error
-                self._replace(save)
+                self._replace(save, named=isinstance(error, BlockingIOError))
                 return
         if image.identity in self._unmapped:
             self._map(image)
             self._unmapped.discard(image.identity)
 
-    def _replace(self, save: _Save) -> None:
-        """Takes memory without a name in the place of an image that cannot grow where it is."""
+    def _replace(self, save: _Save, *, named: bool) -> None:
+        """Takes other memory in the place of an image that cannot be resized where it is."""
         nbytes = save.plan.image_nbytes
-        self._say_anonymous(1, nbytes)
+        if not named:
+            self._say_anonymous(1, nbytes)
         try:
-            save.instead = Image.anonymous(nbytes)
+            save.instead = self._create(nbytes) if named else Image.anonymous(nbytes)
         except OSError as error:
             raise StorageError("allocating an image", error, "nothing was saved") from error
         self._unmapped.add(save.instead.identity)
@@ -604,6 +605,18 @@ class BackgroundSaves:
         assert save.image is not None
         self._map(save.image)
         self._unmapped.discard(save.image.identity)
+
+    def _create(self, nbytes: int) -> Image:
+        """A new image among those that hold nothing."""
+        assert self._arena is not None
+        path = self._arena.new_free()
+        temporary = self._arena.filling / f"{path.name}{NEW}"
+        image = Image.create(temporary, nbytes)
+        with self._guard:
+            self._paths[image.identity] = path
+            self._filling.add(image.identity)
+            temporary.rename(path)
+        return image
 
     def _swap(self, save: _Save) -> None:
         """Puts `save.instead` in the place of its image. Doing it again, after an interrupt, does no harm."""

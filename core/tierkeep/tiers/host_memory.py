@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 from typing import TYPE_CHECKING
@@ -20,14 +21,19 @@ __all__ = ["HostMemory", "MappedReader"]
 class MappedReader(ImageReader):
     """An image in a tmpfs, mapped: a restore copies from it once, straight to where the bytes go.
 
-    The worker frees an image as soon as its step is replaced, and training fills it anew; it never becomes shorter. So
-    whoever takes bytes from `mapped` asks `check` before they are used.
+    The worker frees an image as soon as its step is replaced, and training fills it anew. So whoever takes bytes from
+    `mapped` asks `check` before they are used. It does not become shorter meanwhile (`Image.resize`): the kernel would
+    kill whoever reads where nothing is.
     """
 
     def __init__(self, path: Path) -> None:
+        """Raises FileNotFoundError also if the image was taken away just now."""
         super().__init__(path, direct=False)
         self._map: mmap.mmap | None = None
         try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH)
+            self.check()
+            self.nbytes = os.fstat(self._fd).st_size
             if self.nbytes:
                 # Private, so that it can be handed out as writable, which torch asks for, and written by nobody.
                 self._map = mmap.mmap(self._fd, self.nbytes, access=mmap.ACCESS_COPY)

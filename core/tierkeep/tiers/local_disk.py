@@ -114,6 +114,9 @@ class ImageReader:
                 fd = self._fd
         return done
 
+    def fileno(self) -> int:
+        return self._fd
+
     def check(self) -> None:
         """Raises FileNotFoundError if what was taken from `mapped` may be other bytes than the file's."""
 
