@@ -8,7 +8,9 @@ Where ours take their place, in every torch module that holds the stock class un
 
 Without an accelerator the tests that ask for some are run on the CPU with gloo: see `_run_on_cpu`.
 
-The processes that tests spawn import this module too, and have everything in place before the tests are unpickled.
+The ranks of a test are forked from this process where the tests would spawn them, each of which imports torch first; no
+accelerator has been touched yet. Processes that are spawned all the same import this module too, and have everything in
+place before the tests are unpickled.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import multiprocessing
 import os
 import shutil
 import sys
@@ -68,6 +71,7 @@ def prepare() -> None:
         common._get_device_type = lambda world_size: "cpu"
     if not torch.accelerator.is_available():
         _run_on_cpu(torch, common)
+        _fork_ranks()
     if task.implementation == "ours":
         _put_ours_in_place()
 
@@ -111,6 +115,15 @@ def _run_on_cpu(torch: Any, common_dtensor: Any) -> None:
     torch.nn.Module.cuda = lambda self, device=None: self
     torch.Tensor.cuda = lambda self, *_, **__: self
     _factories_on_cpu(torch)().__enter__()
+
+
+def _fork_ranks() -> None:
+    common: Any = importlib.import_module("torch.testing._internal.common_distributed")
+
+    def fork_processes(self: Any) -> None:
+        self._start_processes(multiprocessing.get_context("fork").Process)
+
+    common.MultiProcessTestCase._spawn_processes = fork_processes
 
 
 def _factories_on_cpu(torch: Any) -> Any:

@@ -79,6 +79,7 @@ SOURCES = {
             "test_fsdp_optim_state.py",
             "test_fsdp_tp_checkpoint_conversion.py",
             "test_hsdp_checkpoint.py",
+            "test_planner.py",
             "test_save_load_api.py",
             "test_tp_checkpoint.py",
         ),
