@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSys
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import tierkeep_torch
-from tierkeep.errors import CheckpointExistsError, CorruptCheckpointError, MismatchError
+from tierkeep.errors import CheckpointExistsError, CorruptCheckpointError, MismatchError, UnsupportedLeafError
 from tierkeep_torch import dcp
 from tierkeep_torch.dcp import AsyncStager, StorageReader, StorageWriter
 
@@ -141,6 +143,26 @@ def test_an_overwrite_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
     dcp.save(state(2), tmp_path / "a")
     dcp.load(found, tmp_path / "a")
     assert same(found, state(2))
+
+
+def test_a_tensor_that_cannot_be_saved_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedLeafError, match=r"'model\.weight': a meta tensor has no data"):
+        dcp.save({"model": {"weight": torch.zeros(3, device="meta")}}, tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_failed_save_left_goes_with_its_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = StorageWriter(tmp_path / "a")
+    with pytest.raises(CheckpointException, match="UnsupportedLeafError") as failure:
+        state_dict_saver.save({"w": torch.zeros(3, device="meta")}, storage_writer=writer)
+    assert [path.name.startswith("a.") for path in tmp_path.iterdir()] == [True]
+    with monkeypatch.context() as patch:  # as in a process that was forked meanwhile, and ends
+        patch.setattr(os, "getpid", lambda: -1)
+        writer.__del__()
+    assert [path.name.startswith("a.") for path in tmp_path.iterdir()] == [True]
+    del writer, failure
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_stands_is_not_overwritten_if_that_is_asked_for(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import base64
 import contextlib
 import hashlib
 import io
+import os
 import pickle
 import secrets
 import time
@@ -66,7 +67,6 @@ from . import place, stage
 from .adapter import TorchAdapter
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
@@ -135,6 +135,7 @@ class StorageWriter(storage.StorageWriter):
         self._shared: _Shared | None = None
         self._captured: Captured | None = None
         self._draft: Path | None = None
+        self._drafted_by = 0
         self._final: Path | None = None
         self.save_id = secrets.token_hex(16)
         """Of the save under way, in `storage_meta` too."""
@@ -181,7 +182,7 @@ class StorageWriter(storage.StorageWriter):
                 # In DCP's words, which its users match on.
                 raise CheckpointExistsError(str(final), "Checkpoint already exists and self.overwrite=False")
             self._final = final
-            self._draft = temporary(final)
+            self._draft, self._drafted_by = temporary(final), os.getpid()
             self._disk.make_dir(self._draft)
         except OSError as error:
             if isinstance(error, TierkeepError):
@@ -254,11 +255,17 @@ class StorageWriter(storage.StorageWriter):
         return True
 
     def close(self) -> None:
-        """Lets go of the buffers; they are made again when they are needed."""
+        """Lets go of the buffers, which are made again when they are needed, and removes what a failed save left."""
         self._drop()
         if self._saver is not None:
             self._saver.close()
             self._saver = None
+
+    def __del__(self) -> None:
+        # DCP tells a writer nothing of a rank that failed: the draft is left, of a path that may never be saved to again.
+        # A process that was forked has a copy of the writer, and leaves the draft of its parent alone.
+        if self.__dict__.get("_draft") is not None and self._drafted_by == os.getpid():
+            self._drop()
 
     def _opened(self) -> ItemSaver:
         if self._saver is None:
@@ -431,8 +438,9 @@ class AsyncStager(DefaultStager):
 
 def save(state_dict: dict[str, Any], path: str | os.PathLike[str], **arguments: Any) -> Metadata:
     """`dcp.save` to a tierkeep item at `path`. What a rank fails of is raised as an Exception."""
-    with _told():
-        return cast("Metadata", state_dict_saver.save(state_dict, storage_writer=StorageWriter(path), **arguments))
+    writer = StorageWriter(path)
+    with _told(), contextlib.closing(writer):
+        return cast("Metadata", state_dict_saver.save(state_dict, storage_writer=writer, **arguments))
 
 
 def load(state_dict: dict[str, Any], path: str | os.PathLike[str], **arguments: Any) -> None:
@@ -505,7 +513,10 @@ def _snapshot(shared: _Shared, found: Mapping[str, Sequence[tuple[Box, torch.Ten
     for key, (dtype, shape, boxes) in shared.tensors.items():
         shards, tie = [], None
         for box, tensor in found.get(key, ()):
-            leaf = stage.leaf(tensor.detach())
+            try:
+                leaf = stage.leaf(tensor.detach())
+            except TypeError as error:
+                raise UnsupportedLeafError(key, str(error)) from error
             if leaf.dtype != dtype or leaf.shape != box.shape:
                 raise UnsupportedLeafError(
                     key, f"the planner resolved {leaf.dtype} {leaf.shape} where it planned {dtype}"
