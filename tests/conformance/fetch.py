@@ -68,6 +68,7 @@ SOURCES = {
         files=(
             "e2e/test_e2e_save_and_load.py",
             "e2e/test_fine_tuning.py",
+            "e2e/test_pipeline.py",
             "fsdp/test_fsdp_dsd.py",
             "test_compatibility.py",
             "test_dtensor_checkpoint.py",
