@@ -8,7 +8,9 @@ Where ours take their place, in every torch module that holds the stock class un
 
 Without an accelerator the tests that ask for some are run on the CPU with gloo: see `_run_on_cpu`.
 
-The processes that tests spawn import this module too, and have everything in place before the tests are unpickled.
+The ranks of a test are forked from this process where the tests would spawn them, each of which imports torch first; no
+accelerator has been touched yet. Processes that are spawned all the same import this module too, and have everything in
+place before the tests are unpickled.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import multiprocessing
 import os
 import shutil
 import sys
@@ -37,6 +40,7 @@ HOLDERS = (
     "torch.distributed.checkpoint._storage_utils",
     "torch.distributed.checkpoint.format_utils",
 )
+_ACCELERATORS = 4  # that tests are told of where there is none
 # They derive from the stock classes, which they shall go on doing.
 DERIVED = ("torch.distributed.checkpoint._fsspec_filesystem", "torch.distributed.checkpoint.hf_storage")
 
@@ -68,6 +72,7 @@ def prepare() -> None:
         common._get_device_type = lambda world_size: "cpu"
     if not torch.accelerator.is_available():
         _run_on_cpu(torch, common)
+        _fork_ranks()
     if task.implementation == "ours":
         _put_ours_in_place()
 
@@ -108,22 +113,42 @@ def _run_on_cpu(torch: Any, common_dtensor: Any) -> None:
         made(self, *args, **{"device_id": torch.device("cpu")} | kwargs)
 
     fsdp.__init__ = init
+    # A world of as many ranks as there are accelerators would be one without ranks, and its test one that cannot fail.
+    torch.cuda.device_count = lambda: _ACCELERATORS
+    moved = torch.nn.Module.to
+
+    @functools.wraps(moved)
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self if args and isinstance(args[0], int) else moved(self, *args, **kwargs)
+
+    torch.nn.Module.to = to
     torch.nn.Module.cuda = lambda self, device=None: self
     torch.Tensor.cuda = lambda self, *_, **__: self
     _factories_on_cpu(torch)().__enter__()
+
+
+def _fork_ranks() -> None:
+    common: Any = importlib.import_module("torch.testing._internal.common_distributed")
+
+    def fork_processes(self: Any) -> None:
+        self._start_processes(multiprocessing.get_context("fork").Process)
+
+    common.MultiProcessTestCase._spawn_processes = fork_processes
 
 
 def _factories_on_cpu(torch: Any) -> Any:
     overrides = importlib.import_module("torch.overrides")
 
     class FactoriesOnCpu(overrides.TorchFunctionMode):  # type: ignore[misc, name-defined]
-        """`device="cuda"`, `"cuda:1"` and `1` mean the CPU."""
+        """`device="cuda"`, `"cuda:1"` and `1` mean the CPU, and so does `.to(1)`."""
 
         def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = dict(kwargs or {})
             device = kwargs.get("device")
             if isinstance(device, int) or (device is not None and str(device).startswith("cuda")):
                 kwargs["device"] = torch.device("cpu")
+            if function is torch.Tensor.to and len(args) > 1 and isinstance(args[1], int):
+                args = (args[0], torch.device("cpu"), *args[2:])
             return function(*args, **kwargs)
 
     return FactoriesOnCpu

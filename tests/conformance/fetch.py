@@ -68,6 +68,7 @@ SOURCES = {
         files=(
             "e2e/test_e2e_save_and_load.py",
             "e2e/test_fine_tuning.py",
+            "e2e/test_pipeline.py",
             "fsdp/test_fsdp_dsd.py",
             "test_compatibility.py",
             "test_dtensor_checkpoint.py",
@@ -79,6 +80,7 @@ SOURCES = {
             "test_fsdp_optim_state.py",
             "test_fsdp_tp_checkpoint_conversion.py",
             "test_hsdp_checkpoint.py",
+            "test_planner.py",
             "test_save_load_api.py",
             "test_tp_checkpoint.py",
         ),

@@ -7,10 +7,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -77,6 +79,17 @@ def main(action: str, count: int, rank: int, root: Path) -> None:
         state_dict_saver.save(state, storage_writer=StorageWriter(root / "tensors"))
         state_dict_saver.save(
             {"mine": torch.full((3,), rank)}, storage_writer=StorageWriter(root / "apart"), use_collectives=False
+        )
+    elif action == "fail":
+        writer = StorageWriter(root / "failed")
+        state = {f"rank {rank}": torch.zeros(3, device="meta" if rank else "cpu")}
+        with pytest.raises(CheckpointException, match="'rank 1': a meta tensor has no data") as failure:
+            state_dict_saver.save(state, storage_writer=writer)
+        assert list(failure.value.failures) == [1]
+        writer.close()
+    elif action == "second-coordinates":
+        state_dict_saver.save_state_dict(
+            {"model": sharded(count), "plain": torch.arange(5)}, StorageWriter(root / "second"), coordinator_rank=1
         )
     elif action == "load":
         target: dict[str, Any] = {

@@ -46,6 +46,19 @@ def test_what_two_ranks_save_any_number_of_ranks_loads_in_any_sharding(tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir() if "tierkeep" in path.name) == []
 
 
+def test_a_rank_that_fails_is_told_to_all_and_nothing_is_left(tmp_path: Path) -> None:
+    together("fail", 2, tmp_path)
+    assert list(tmp_path.glob("failed*")) == []
+
+
+def test_another_rank_than_the_first_may_coordinate(tmp_path: Path) -> None:
+    together("second-coordinates", 2, tmp_path)
+    found = tierkeep_torch.load(tmp_path / "second")
+    for name, tensor in whole().items():
+        assert torch.equal(found["model"][name], tensor), name
+    assert torch.equal(found["plain"], torch.arange(5))
+
+
 def test_training_under_fsdp_goes_on_to_the_same_loss_on_another_number_of_ranks(tmp_path: Path) -> None:
     together("fsdp-save", 2, tmp_path)
     together("fsdp-load", 1, tmp_path)

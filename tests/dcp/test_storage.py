@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -9,11 +11,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import tierkeep_torch
-from tierkeep.errors import CheckpointExistsError, CorruptCheckpointError, MismatchError
+from tierkeep.errors import CheckpointExistsError, CorruptCheckpointError, MismatchError, UnsupportedLeafError
 from tierkeep_torch import dcp
 from tierkeep_torch.dcp import AsyncStager, StorageReader, StorageWriter
 
@@ -143,9 +145,29 @@ def test_an_overwrite_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
     assert same(found, state(2))
 
 
+def test_a_tensor_that_cannot_be_saved_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedLeafError, match=r"'model\.weight': a meta tensor has no data"):
+        dcp.save({"model": {"weight": torch.zeros(3, device="meta")}}, tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_failed_save_left_goes_with_its_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = StorageWriter(tmp_path / "a")
+    with pytest.raises(CheckpointException, match="UnsupportedLeafError") as failure:
+        state_dict_saver.save({"w": torch.zeros(3, device="meta")}, storage_writer=writer)
+    assert [path.name.startswith("a.") for path in tmp_path.iterdir()] == [True]
+    with monkeypatch.context() as patch:  # as in a process that was forked meanwhile, and ends
+        patch.setattr(os, "getpid", lambda: -1)
+        writer.__del__()
+    assert [path.name.startswith("a.") for path in tmp_path.iterdir()] == [True]
+    del writer, failure
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_stands_is_not_overwritten_if_that_is_asked_for(tmp_path: Path) -> None:
     dcp.save(state(1), tmp_path / "a")
-    with pytest.raises(CheckpointException, match=CheckpointExistsError.__name__):
+    with pytest.raises(CheckpointException, match=f"{CheckpointExistsError.__name__}.*Checkpoint already exists"):
         state_dict_saver.save(state(2), storage_writer=StorageWriter(tmp_path / "a", overwrite=False))
 
 
@@ -193,15 +215,53 @@ def test_stock_dcp_is_left_alone(tmp_path: Path) -> None:
     assert target["w"].tolist() == [1, 1, 1]
 
 
-def test_a_directory_that_was_made_for_a_checkpoint_takes_it_and_one_with_other_files_does_not(tmp_path: Path) -> None:
+def test_a_directory_that_was_made_for_a_checkpoint_becomes_it(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     dcp.save(state(), tmp_path / "empty")
     tierkeep_torch.verify(tmp_path / "empty")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "notes").write_text("mine")
-    with pytest.raises(CheckpointExistsError, match="not a checkpoint"):
-        dcp.save(state(), tmp_path / "other")
-    assert (tmp_path / "other" / "notes").read_text() == "mine"
+    assert not (tmp_path / "empty" / "default").exists()
+
+
+def test_beside_other_files_a_checkpoint_goes_below_the_path_and_they_stay(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    for value in (1, 2):
+        dcp.save(state(value), tmp_path)
+        found = blank()
+        dcp.load(found, tmp_path)
+        assert same(found, state(value))
+        assert same(tierkeep_torch.load(tmp_path), state(value))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["default", "notes"]
+    assert (tmp_path / "notes").read_text() == "mine"
+    with pytest.raises(CheckpointException, match="Checkpoint already exists"):
+        state_dict_saver.save(state(3), storage_writer=StorageWriter(tmp_path, overwrite=False))
+
+
+def test_a_save_beside_other_files_that_fails_leaves_the_directory_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "notes").write_text("mine")
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tierkeep_torch.dcp.publish", fails)
+    with pytest.raises(OSError, match="what stood there is untouched"):
+        dcp.save(state(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
+def test_a_checkpoint_of_dcps_own_and_the_steps_of_a_checkpointer_are_not_written_over(tmp_path: Path) -> None:
+    state_dict_saver.save({"w": torch.ones(3)}, storage_writer=FileSystemWriter(tmp_path / "stock"))
+    with pytest.raises(CheckpointExistsError, match="DCP's own checkpoint"):
+        dcp.save({"w": torch.zeros(3)}, tmp_path / "stock")
+    target = {"w": torch.zeros(3)}
+    dcp.load(target, tmp_path / "stock")
+    assert target["w"].tolist() == [1, 1, 1]
+    with tierkeep_torch.Checkpointer(tmp_path / "run", asynchronous=False) as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(3)})
+        with pytest.raises(CheckpointExistsError, match="steps of a checkpointer"):
+            dcp.save({"w": torch.zeros(3)}, tmp_path / "run")
+        assert checkpointer.restore()["w"].tolist() == [1, 1, 1]
 
 
 def test_a_save_and_a_load_have_ids_that_planners_can_ask_for(tmp_path: Path) -> None:
@@ -212,4 +272,5 @@ def test_a_save_and_a_load_have_ids_that_planners_can_ask_for(tmp_path: Path) ->
     assert (meta.save_id, str(meta.checkpoint_id)) == (writer.save_id, str(tmp_path / "a"))
     found = reader.read_metadata().storage_meta
     assert found is not None
-    assert found.load_id == reader.load_id
+    assert (found.save_id, found.load_id) == (writer.save_id, reader.load_id)
+    assert reader.read_metadata().version == CURRENT_DCP_VERSION

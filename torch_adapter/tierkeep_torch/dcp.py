@@ -14,6 +14,7 @@ import base64
 import contextlib
 import hashlib
 import io
+import os
 import pickle
 import secrets
 import time
@@ -24,6 +25,7 @@ import torch
 from msgspec import structs
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver, storage
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -48,13 +50,16 @@ from tierkeep.errors import (
     TierkeepError,
     UnsupportedLeafError,
 )
+from tierkeep.format.part import Whole
 from tierkeep.item import ItemSaver
 from tierkeep.leaf import ArrayShard, Box, Leaf
 from tierkeep.memory.buffers import Buffers
 from tierkeep.options import RestoreOptions, SaveOptions
+from tierkeep.restore.foreign.dcp import is_metadata
 from tierkeep.restore.locate import open_source
-from tierkeep.save.commit import Draft, publish, sweep
-from tierkeep.step import resolve, temporary
+from tierkeep.restore.source import Stored
+from tierkeep.save.commit import Draft, is_checkpoint, publish, sweep
+from tierkeep.step import ITEM, is_step_name, resolve, temporary
 from tierkeep.tiers.local_disk import LocalDisk
 from tierkeep.tree import Node, Tree, Value, decode_value, encode_value, walk
 
@@ -62,7 +67,6 @@ from . import place, stage
 from .adapter import TorchAdapter
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
@@ -111,6 +115,9 @@ class StorageWriter(storage.StorageWriter):
     `path` may be left to `checkpoint_id`. What stands there already is replaced whole, by one exchange, when all ranks
     are done, unless `overwrite` is False; a save that fails leaves it as it was. With `use_collectives=False` every rank
     saves an item of its own below the path. All ranks see one file system.
+
+    In a directory with files that are no checkpoint the item is the directory `default` below it: they stay, and a
+    reader of the path finds it.
     """
 
     def __init__(
@@ -128,11 +135,13 @@ class StorageWriter(storage.StorageWriter):
         self._shared: _Shared | None = None
         self._captured: Captured | None = None
         self._draft: Path | None = None
+        self._drafted_by = 0
+        self._final: Path | None = None
         self.save_id = secrets.token_hex(16)
         """Of the save under way, in `storage_meta` too."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_saver": None, "_captured": None, "_shared": None, "_draft": None}
+        return self.__dict__ | {"_saver": None, "_captured": None, "_shared": None, "_draft": None, "_final": None}
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -159,16 +168,21 @@ class StorageWriter(storage.StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Makes the directory of the draft, and tells every rank what all of them hold."""
-        final = self._final()
+        final = self._named()
         try:
             final.parent.mkdir(parents=True, exist_ok=True)
             sweep(self._disk, final.parent, mine=lambda name: name == final.name)
             if self._disk.exists(final):
                 with contextlib.suppress(OSError):  # an empty directory was made for it; anything else stays
                     final.rmdir()
+            if self._holds_others(final):
+                final /= ITEM
+                sweep(self._disk, final.parent, mine=lambda name: name == ITEM)
             if self._disk.exists(final) and not self._overwrite:
-                raise CheckpointExistsError(str(final))
-            self._draft = temporary(final)
+                # In DCP's words, which its users match on.
+                raise CheckpointExistsError(str(final), "Checkpoint already exists and self.overwrite=False")
+            self._final = final
+            self._draft, self._drafted_by = temporary(final), os.getpid()
             self._disk.make_dir(self._draft)
         except OSError as error:
             if isinstance(error, TierkeepError):
@@ -211,10 +225,11 @@ class StorageWriter(storage.StorageWriter):
         """Makes one item of the parts and puts it in its place, durably."""
         assert self._shared is not None
         assert self._captured is not None
-        shared, captured = self._shared, self._captured
+        assert self._final is not None
+        shared, captured, final = self._shared, self._captured, self._final
         told = [result.storage_data for each in results for result in each if isinstance(result.storage_data, _Objects)]
         captured.snapshot.values[:] = [_merge(key, told) for key in shared.objects]
-        draft, final = resolve(shared.path), self._final()
+        draft = resolve(shared.path)
         try:
             self._opened().finish(captured, draft, shared.save_id, world=shared.world)
             publish(
@@ -240,25 +255,42 @@ class StorageWriter(storage.StorageWriter):
         return True
 
     def close(self) -> None:
-        """Lets go of the buffers; they are made again when they are needed."""
+        """Lets go of the buffers, which are made again when they are needed, and removes what a failed save left."""
         self._drop()
         if self._saver is not None:
             self._saver.close()
             self._saver = None
+
+    def __del__(self) -> None:
+        # DCP tells a writer nothing of a rank that failed: the draft is left, of a path that may never be saved to again.
+        # A process that was forked has a copy of the writer, and leaves the draft of its parent alone.
+        if self.__dict__.get("_draft") is not None and self._drafted_by == os.getpid():
+            self._drop()
 
     def _opened(self) -> ItemSaver:
         if self._saver is None:
             self._saver = ItemSaver(TorchAdapter(), self._options)
         return self._saver
 
-    def _final(self) -> Path:
+    def _named(self) -> Path:
         assert self._path is not None
         return self._path / f"rank_{self._rank}" if self._alone else self._path
+
+    def _holds_others(self, path: Path) -> bool:
+        """Whether files stand there that no checkpoint is made of. Raises CheckpointExistsError if one is, of others."""
+        if not self._disk.is_dir(path) or is_checkpoint(self._disk, path):
+            return False
+        names = [entry.name for entry in self._disk.list_dir(path)]
+        if any(map(is_metadata, names)):
+            raise CheckpointExistsError(str(path), "it is DCP's own checkpoint, so it is not overwritten")
+        if any(is_step_name(name) and is_checkpoint(self._disk, path / name) for name in names):
+            raise CheckpointExistsError(str(path), "it holds the steps of a checkpointer: choose a name below it")
+        return True
 
     def _drop(self) -> None:
         """Removes what is left of a save that did not end well."""
         draft, self._draft = self._draft, None
-        self._shared = self._captured = None
+        self._shared = self._captured = self._final = None
         if draft is not None:
             with contextlib.suppress(OSError):
                 if self._disk.exists(draft):
@@ -406,8 +438,9 @@ class AsyncStager(DefaultStager):
 
 def save(state_dict: dict[str, Any], path: str | os.PathLike[str], **arguments: Any) -> Metadata:
     """`dcp.save` to a tierkeep item at `path`. What a rank fails of is raised as an Exception."""
-    with _told():
-        return cast("Metadata", state_dict_saver.save(state_dict, storage_writer=StorageWriter(path), **arguments))
+    writer = StorageWriter(path)
+    with _told(), contextlib.closing(writer):
+        return cast("Metadata", state_dict_saver.save(state_dict, storage_writer=writer, **arguments))
 
 
 def load(state_dict: dict[str, Any], path: str | os.PathLike[str], **arguments: Any) -> None:
@@ -480,7 +513,10 @@ def _snapshot(shared: _Shared, found: Mapping[str, Sequence[tuple[Box, torch.Ten
     for key, (dtype, shape, boxes) in shared.tensors.items():
         shards, tie = [], None
         for box, tensor in found.get(key, ()):
-            leaf = stage.leaf(tensor.detach())
+            try:
+                leaf = stage.leaf(tensor.detach())
+            except TypeError as error:
+                raise UnsupportedLeafError(key, str(error)) from error
             if leaf.dtype != dtype or leaf.shape != box.shape:
                 raise UnsupportedLeafError(
                     key, f"the planner resolved {leaf.dtype} {leaf.shape} where it planned {dtype}"
@@ -601,6 +637,8 @@ def _scalar(source: Source, number: int, options: RestoreOptions) -> Any:
 
 def _metadata(source: Source, load_id: str) -> Metadata:
     contents = source.contents
+    # Of one that is not ours neither is known here.
+    whole = source.opened.whole if isinstance(source, Stored) and isinstance(source.opened.whole, Whole) else None
     entries: dict[str, Any] = {}
     paths: dict[str, tuple[Any, ...]] = {}
     for path, types, node in walk(contents.tree):
@@ -616,7 +654,10 @@ def _metadata(source: Source, load_id: str) -> Metadata:
         state_dict_metadata=entries,
         planner_data=paths,
         storage_data={},
-        storage_meta=StorageMeta(checkpoint_id=str(source.path), load_id=load_id),
+        storage_meta=StorageMeta(
+            checkpoint_id=str(source.path), save_id=None if whole is None else whole.save_id, load_id=load_id
+        ),
+        version=None if whole is None else CURRENT_DCP_VERSION,
     )
 
 
