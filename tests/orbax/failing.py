@@ -5,6 +5,7 @@ python -m tests.orbax.failing KIND ROOT
 
 from __future__ import annotations
 
+import faulthandler
 import shutil
 import sys
 from pathlib import Path
@@ -19,7 +20,12 @@ from tierkeep_jax.orbax import Restore, Save
 __all__: list[str] = []
 
 
+PATIENCE_S = 50
+"""After that it says where it hangs, and its parent ends it."""
+
+
 def main(kind: str, root: Path) -> None:
+    faulthandler.dump_traceback_later(PATIENCE_S)
     state = {"w": np.arange(5)}
     broken: dict[str, Any] = {
         "leaf": Save({"w": state["w"], "odd": len}),
