@@ -534,17 +534,18 @@ class Keeper:
             nbytes, expected = image.nbytes, plan.image_nbytes
             image.close()
             raise WorkerError(f"an image of {nbytes} bytes where {expected} were sealed", "nothing of it is used")
-        known = self._images.get(image.identity)
-        if known is not None and known.nbytes == image.nbytes:
-            image.close()
-            return known
-        if known is not None:
-            self._images.pop(known.identity).close()
         image.named = fd is None
-        for identity, other in list(self._images.items()):
-            if len(self._images) >= 16 or (other.named and not os.fstat(other.fileno()).st_nlink):
-                self._images.pop(identity).close()  # one that is gone comes no more
-        self._images[image.identity] = image
+        with self._guard:
+            known = self._images.get(image.identity)
+            if known is not None and known.nbytes == image.nbytes:
+                image.close()
+                return known
+            if known is not None:
+                self._images.pop(known.identity).close()
+            for identity, other in list(self._images.items()):
+                if len(self._images) >= 16 or (other.named and not os.fstat(other.fileno()).st_nlink):
+                    self._images.pop(identity).close()  # one that is gone comes no more
+            self._images[image.identity] = image
         return image
 
     def _check(self, job: Job) -> None:
