@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,13 +19,13 @@ from tests.background.saves import (
     restore,
     state,
     until,
+    worker_pid,
 )
 from tierkeep.testing.strategies import exact_form
 from tierkeep.tiers.host_memory import HostMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from tierkeep.checkpointer import Checkpointer
 
@@ -129,3 +130,6 @@ def test_an_image_that_a_restore_has_mapped_is_never_cut_short(
     finally:
         reader.close()
     assert len(images(memory)) == 2
+    held = [os.readlink(file) for file in Path(f"/proc/{worker_pid()}/fd").iterdir()]
+    gone = [file for file in held if file.startswith(str(memory)) and file.endswith("(deleted)")]
+    assert not gone, "the worker holds memory that nobody else has"
